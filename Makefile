@@ -1,0 +1,46 @@
+PYTHON ?= python3
+# A change of EXTRAS alone does not rebuild .venv: make -B setup EXTRAS=train,eval,plot,fla,dev
+EXTRAS ?= train,plot,dev
+PYTEST_FLAGS ?= -q
+
+BIN := .venv/bin
+CHECK_PYTHON := import sys; v = sys.version_info; v >= (3, 11) or sys.exit("headmax needs Python 3.11 or newer, $(PYTHON) is %d.%d" % v[:2] + "; name another: make PYTHON=python3.12")
+
+.PHONY: help setup demo test lint types test-gpu wheel clean
+
+help: ## print this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: .venv/.stamp ## build .venv, again whenever pyproject.toml or constraints.txt change
+
+# setuptools first, so that nothing is built with a version that constraints.txt does not name.
+.venv/.stamp: pyproject.toml constraints.txt
+	@$(PYTHON) -c '$(CHECK_PYTHON)'
+	$(PYTHON) -m venv --clear .venv
+	$(BIN)/python -m pip install -q -c constraints.txt setuptools
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[$(EXTRAS)]'
+	@touch $@
+
+demo: setup ## train plain, uniform and softmax heads on associative recall and draw the result in runs/demo
+	$(BIN)/headmax demo
+
+test: lint types ## lint, types and every test that needs no GPU, no browser and no long wait
+	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+lint: setup ## ruff: rules and format
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: setup ## mypy
+	$(BIN)/mypy
+
+# On the machine's own Python, not in .venv: that one holds torch for the CPU, while a CUDA machine comes with a torch that fits its driver.
+test-gpu: ## the tests that need a GPU, on the Python named by PYTHON, as it is installed
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu $(PYTEST_FLAGS)
+
+wheel: setup ## build dist/*.whl with the setuptools of .venv, so that nothing is downloaded
+	$(BIN)/python -m build --wheel --no-isolation
+
+clean: ## remove .venv, caches and build outputs; runs/ stays
+	rm -rf .venv build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,27 @@
+"""Feature maps φ of plain linear attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from headmax.ops.registry import suggest
+
+FeatureMap = Literal["identity", "relu", "elu", "silu", "softmax"]
+
+FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "identity": lambda x: x,
+    "relu": F.relu,
+    "elu": lambda x: F.elu(x) + 1,
+    "silu": F.silu,
+    "softmax": lambda x: F.softmax(x, dim=-1),
+}
+
+
+def feature_map(name: str) -> Callable[[Tensor], Tensor]:
+    if name not in FEATURE_MAPS:
+        raise ValueError(f"feature_map: unknown {name!r}{suggest(name, FEATURE_MAPS)}")
+    return FEATURE_MAPS[name]

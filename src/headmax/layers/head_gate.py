@@ -1,0 +1,126 @@
+"""The softmax over heads: which heads a token writes to, and which it reads from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from headmax.ops import head_gate
+from headmax.ops.checks import compute_dtype
+from headmax.ops.registry import suggest
+
+Source = Literal["head", "hidden_heads", "hidden"]
+Kind = Literal["softmax", "sigmoid", "uniform"]
+ReadPosition = Literal["query", "after_norm"]
+
+
+@dataclass(frozen=True)
+class HeadGateConfig:
+    """Settings of the gates; the defaults are the paper's equation."""
+
+    read: bool = True
+    """Gate the read-out (G^Q)."""
+    write: bool = True
+    """Gate the write (G^K)."""
+    source: Source = "head"
+    """What is scored: "head": <q_h, w_h> and <k_h, w_h>; "hidden_heads": the hidden state split over heads, <x_h, w_h>; "hidden": x W."""
+    read_position: ReadPosition = "query"
+    """Where the read gate multiplies: "query" as the equation has it, or "after_norm", where a per-head norm cannot divide it out."""
+    kind: Kind = "softmax"
+    """"softmax" lets heads compete; the controls are "sigmoid" (gates without competition) and "uniform" (frozen at the mean)."""
+    scale: float | Literal["heads"] = 1.0
+    """What the gates sum to; "heads" makes a uniform gate 1."""
+    temperature: float = 1.0
+    """Factor on the scores."""
+    init_std: float = 0.02
+    """Standard deviation of the initial score weights; 0 starts from uniform gates."""
+
+    def __post_init__(self) -> None:
+        for name, kind in (("source", Source), ("read_position", ReadPosition), ("kind", Kind)):
+            if getattr(self, name) not in get_args(kind):
+                raise ValueError(f"HeadGateConfig: unknown {name} {getattr(self, name)!r}{suggest(getattr(self, name), get_args(kind))}")
+        if not (self.read or self.write):
+            raise ValueError("HeadGateConfig: read and write are both False; a model without gates has head_gate=None")
+        if isinstance(self.scale, str) and self.scale != "heads":
+            raise ValueError(f"HeadGateConfig: scale must be a positive number or 'heads', got {self.scale!r}")
+        for name in ("scale", "temperature"):
+            value = getattr(self, name)
+            if not isinstance(value, str) and not value > 0:
+                raise ValueError(f"HeadGateConfig: {name} must be positive, got {value!r}")
+        if self.init_std < 0:
+            raise ValueError(f"HeadGateConfig: init_std must not be negative, got {self.init_std!r}")
+
+    def build(self, *, hidden_size: int, num_heads: int, head_dim: int) -> HeadGate:
+        """The module, for `num_heads` gates scored on heads of width `head_dim`."""
+        return HeadGate(
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            read=self.read,
+            write=self.write,
+            source=self.source,
+            kind=self.kind,
+            scale=float(num_heads if self.scale == "heads" else self.scale),
+            temperature=self.temperature,
+            init_std=self.init_std,
+        )
+
+
+class HeadGate(nn.Module):
+    """G = scale * softmax over heads of (temperature * score), once from the query (read), once from the key (write).
+
+    "sigmoid" is (2 scale / H) sigmoid(temperature * score) and "uniform" scale / H, so that all kinds start from the same mean gate.
+    """
+
+    def __init__(
+        self,
+        *,
+        hidden_size: int,
+        num_heads: int,
+        head_dim: int,
+        read: bool = True,
+        write: bool = True,
+        source: Source = "head",
+        kind: Kind = "softmax",
+        scale: float = 1.0,
+        temperature: float = 1.0,
+        init_std: float = 0.02,
+    ) -> None:
+        super().__init__()
+        if source == "hidden_heads" and hidden_size % num_heads:
+            raise ValueError(f"head_gate: source 'hidden_heads' splits hidden_size {hidden_size} over {num_heads} heads, which does not divide")
+        self.num_heads, self.read, self.write = num_heads, read, write
+        self.source, self.kind, self.scale, self.temperature, self.init_std = source, kind, scale, temperature, init_std
+        width = {"head": head_dim, "hidden_heads": hidden_size // num_heads, "hidden": hidden_size}[source]
+        learned = kind != "uniform"
+        self.read_weight = nn.Parameter(torch.empty(num_heads, width)) if read and learned else None
+        self.write_weight = nn.Parameter(torch.empty(num_heads, width)) if write and learned else None
+        for parameter, value in self.initial_parameters():
+            parameter.data.copy_(value)
+
+    def initial_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        for weight in (self.read_weight, self.write_weight):
+            if weight is not None:
+                yield weight, torch.randn_like(weight) * self.init_std
+
+    def forward(self, q: Tensor, k: Tensor, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """(read, write) gates [B,T,H] for q, k [B,T,heads,K], before feature map, rotary and normalisation, and the hidden state x [B,T,E]."""
+        read = self._gate(q, x, self.read_weight) if self.read else None
+        write = self._gate(k, x, self.write_weight) if self.write else None
+        return read, write
+
+    def _gate(self, heads: Tensor, x: Tensor, weight: Tensor | None) -> Tensor:
+        if weight is None:
+            return x.new_full((*x.shape[:2], self.num_heads), self.scale / self.num_heads, dtype=compute_dtype(x.dtype))
+        if self.source == "head":
+            scored = heads
+        else:
+            scored = x if self.source == "hidden" else x.unflatten(-1, (self.num_heads, -1))
+        return head_gate(scored, weight, self.temperature, self.scale, kind="sigmoid" if self.kind == "sigmoid" else "softmax")
+
+    def extra_repr(self) -> str:
+        return f"heads={self.num_heads}, read={self.read}, write={self.write}, source={self.source}, kind={self.kind}, scale={self.scale:g}"

@@ -1,0 +1,140 @@
+"""What the recurrent mixers share: projections, short convolution, gates, output norm and swish gate, and the state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headmax.layers.head_gate import HeadGateConfig
+from headmax.layers.norm import OutputNorm, OutputNormKind
+from headmax.layers.short_conv import ShortConvolution
+from headmax.ops.packing import Packing
+from headmax.ops.sequential import gated
+
+
+class RecurrentState(NamedTuple):
+    """All a recurrent layer remembers, of constant size."""
+
+    recurrent: Tensor
+    """[sequences, heads, key, value]"""
+    conv: tuple[Tensor, ...]
+    """The last inputs of the short convolutions on q, k and v, [sequences, width - 1, channels]; empty without them."""
+
+
+class MixerOutput(NamedTuple):
+    hidden: Tensor
+    """[batch, time, hidden]"""
+    state: tuple | None
+    """What to hand to the next call, if `return_state`."""
+    gates: tuple[Tensor | None, Tensor | None] | None
+    """(read, write), each [batch, time, heads]; None for attention."""
+
+
+def head_width(name: str, width: int | None, total: int, num_heads: int) -> int:
+    """A head's width: as given, or its share of `total`."""
+    if num_heads < 1:
+        raise ValueError(f"num_heads must be at least 1, got {num_heads}")
+    if width is not None:
+        if width < 1:
+            raise ValueError(f"{name} must be at least 1, got {width}")
+        return width
+    if total % num_heads or total < num_heads:
+        raise ValueError(f"{name}: {total} channels do not split over {num_heads} heads; give {name} or another num_heads")
+    return total // num_heads
+
+
+class RecurrentMixer(nn.Module):
+    """Softmax-X of the paper: o = read_gate * X(q, k, write_gate * v), then norm, swish gate and output projection.
+
+    A subclass says what X is (`recur`). With `head_gate=None` it is the plain backbone.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        head_k_dim: int,
+        head_v_dim: int,
+        num_v_heads: int | None = None,
+        conv_size: int | None = None,
+        output_gate: bool = True,
+        output_norm: OutputNormKind = "head",
+        norm_eps: float = 1e-6,
+        head_gate: HeadGateConfig | None = None,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.num_v_heads = num_heads, num_v_heads or num_heads
+        if self.num_v_heads % num_heads:
+            raise ValueError(f"num_v_heads must be a multiple of num_heads {num_heads}, got {num_v_heads}")
+        self.head_k_dim, self.head_v_dim, self.backend = head_k_dim, head_v_dim, backend
+        key, value = num_heads * head_k_dim, self.num_v_heads * head_v_dim
+        self.q_proj = nn.Linear(hidden_size, key, bias=False)
+        self.k_proj = nn.Linear(hidden_size, key, bias=False)
+        self.v_proj = nn.Linear(hidden_size, value, bias=False)
+        self.g_proj = nn.Linear(hidden_size, value, bias=False) if output_gate else None
+        self.o_proj = nn.Linear(value, hidden_size, bias=False)
+        self.convs = nn.ModuleList(ShortConvolution(width, conv_size) for width in (key, key, value)) if conv_size else None
+        self.output_norm = OutputNorm(output_norm, self.num_v_heads, head_v_dim, norm_eps)
+        self.head_gate = head_gate and head_gate.build(hidden_size=hidden_size, num_heads=self.num_v_heads, head_dim=head_k_dim)
+        self.read_after_norm = head_gate is not None and head_gate.read_position == "after_norm"
+
+    def recur(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, **options: Any) -> tuple[Tensor, Tensor | None]:
+        """The recurrence on q, k [B,T,H,K] and v [B,T,HV,V]; `options` are gates, state, packing and backend, for the op."""
+        raise TypeError(f"{type(self).__name__} does not define a recurrence")
+
+    def initial_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Parameters of the mixer's own with what they start from."""
+        yield from ()
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        state: RecurrentState | None = None,
+        return_state: bool = False,
+        positions: Tensor | None = None,
+        packing: Packing | None = None,
+        mask: Tensor | None = None,
+    ) -> MixerOutput:
+        """x [B,T,E] → MixerOutput. `mask` [B,T] is 0 where a token is padding: it then leaves no trace in the state."""
+        if mask is not None:
+            x = x * mask.unsqueeze(-1).to(x.dtype)
+        q, k, v, conv = self.project(x, state, packing)
+        read, write = (None, None) if self.head_gate is None else self.head_gate(q, k, x)
+        o, recurrent = self.recur(
+            x,
+            q,
+            k,
+            v,
+            positions,
+            read_gate=None if self.read_after_norm else read,
+            write_gate=write,
+            initial_state=None if state is None else state.recurrent,
+            return_state=return_state,
+            cu_seqlens=packing,
+            backend=self.backend,
+        )
+        o = self.output_norm(o)
+        if self.read_after_norm:
+            o = gated(o, read)
+        o = o.flatten(2)
+        if self.g_proj is not None:
+            o = o * F.silu(self.g_proj(x))
+        new_state = RecurrentState(recurrent, conv) if recurrent is not None else None
+        return MixerOutput(self.o_proj(o), new_state, (read, write))
+
+    def project(self, x: Tensor, state: RecurrentState | None, packing: Packing | None) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
+        """q, k, v by head, after the short convolution if there is one, and the convolution's new state."""
+        projected = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
+        conv: tuple[Tensor, ...] = ()
+        if self.convs is not None:
+            before = (None, None, None) if state is None else state.conv
+            pairs = [conv(y, past, packing) for conv, y, past in zip(self.convs, projected, before, strict=True)]
+            projected, conv = [y for y, _ in pairs], tuple(past for _, past in pairs)
+        q, k = (y.unflatten(-1, (self.num_heads, self.head_k_dim)) for y in projected[:2])
+        return q, k, projected[2].unflatten(-1, (self.num_v_heads, self.head_v_dim)), conv

@@ -1,0 +1,69 @@
+"""Gated DeltaNet: the delta rule with a data-dependent decay per head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headmax.layers.head_gate import HeadGateConfig
+from headmax.layers.mixers.base import RecurrentMixer, head_width
+from headmax.layers.norm import OutputNormKind
+from headmax.ops import gated_delta_rule
+from headmax.ops.checks import compute_dtype
+
+
+class GatedDeltaNet(RecurrentMixer):
+    """S' = α_t S_{t-1} ;  u_t = β_t (G^K_t v_t - k_t S') ;  S_t = S' + k_t^T u_t ;  o_t = (G^Q_t q_t) S_t
+
+    with log α = -exp(A_log) softplus(W_a x + dt_bias), β = sigmoid(W_b x) and q, k of unit length. `num_v_heads` may be a
+    multiple of `num_heads`; the gates are then over the value heads.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        head_k_dim: int | None = None,
+        head_v_dim: int | None = None,
+        num_v_heads: int | None = None,
+        conv_size: int | None = 4,
+        output_norm: OutputNormKind = "head",
+        norm_eps: float = 1e-6,
+        head_gate: HeadGateConfig | None = None,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(
+            hidden_size,
+            num_heads,
+            head_k_dim=head_width("head_k_dim", head_k_dim, hidden_size // 2, num_heads),
+            head_v_dim=head_width("head_v_dim", head_v_dim, hidden_size, num_v_heads or num_heads),
+            num_v_heads=num_v_heads,
+            conv_size=conv_size,
+            output_norm=output_norm,
+            norm_eps=norm_eps,
+            head_gate=head_gate,
+            backend=backend,
+        )
+        self.a_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
+        self.b_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
+        self.A_log = nn.Parameter(torch.empty(self.num_v_heads))
+        self.dt_bias = nn.Parameter(torch.empty(self.num_v_heads))
+        for parameter, value in self.initial_parameters():
+            parameter.data.copy_(value)
+
+    def initial_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """A uniform in (0, 16); softplus(dt_bias) log-uniform in (0.001, 0.1), as Mamba-2 starts."""
+        yield self.A_log, torch.empty_like(self.A_log).uniform_(1e-4, 16).log()
+        step = torch.exp(torch.empty_like(self.dt_bias).uniform_(-6.9077553, -2.3025851))
+        yield self.dt_bias, step + torch.log(-torch.expm1(-step))
+
+    def recur(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, **options: Any) -> tuple[Tensor, Tensor | None]:
+        dtype = compute_dtype(x.dtype)
+        log_decay = -self.A_log.to(dtype).exp() * F.softplus(self.a_proj(x).to(dtype) + self.dt_bias.to(dtype))
+        beta = self.b_proj(x).to(dtype).sigmoid()
+        return gated_delta_rule(q, k, v, log_decay, beta, normalize_qk=True, **options)

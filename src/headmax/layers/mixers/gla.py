@@ -1,0 +1,57 @@
+"""Gated linear attention: a data-dependent decay per key channel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headmax.layers.feature_map import FeatureMap
+from headmax.layers.feature_map import feature_map as make_feature_map
+from headmax.layers.head_gate import HeadGateConfig
+from headmax.layers.mixers.base import RecurrentMixer, head_width
+from headmax.layers.norm import OutputNormKind
+from headmax.ops import gla
+from headmax.ops.checks import compute_dtype
+
+
+class GatedLinearAttention(RecurrentMixer):
+    """S_t = diag(α_t) S_{t-1} + (G^K_t k_t)^T v_t ;  o_t = (G^Q_t q_t) S_t,  with log α_t = logsigmoid(W_2 W_1 x_t + b) / 16"""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        head_k_dim: int | None = None,
+        head_v_dim: int | None = None,
+        conv_size: int | None = None,
+        feature_map: FeatureMap = "identity",
+        decay_rank: int = 16,
+        decay_normalizer: float = 16.0,
+        output_norm: OutputNormKind = "head",
+        norm_eps: float = 1e-6,
+        head_gate: HeadGateConfig | None = None,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(
+            hidden_size,
+            num_heads,
+            head_k_dim=head_width("head_k_dim", head_k_dim, hidden_size // 2, num_heads),
+            head_v_dim=head_width("head_v_dim", head_v_dim, hidden_size, num_heads),
+            conv_size=conv_size,
+            output_norm=output_norm,
+            norm_eps=norm_eps,
+            head_gate=head_gate,
+            backend=backend,
+        )
+        self.feature_map = make_feature_map(feature_map)
+        self.decay_normalizer = decay_normalizer
+        self.decay_down_proj = nn.Linear(hidden_size, decay_rank, bias=False)
+        self.decay_up_proj = nn.Linear(decay_rank, num_heads * self.head_k_dim, bias=True)
+
+    def recur(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, **options: Any) -> tuple[Tensor, Tensor | None]:
+        decay = self.decay_up_proj(self.decay_down_proj(x)).unflatten(-1, (self.num_heads, self.head_k_dim))
+        log_decay = F.logsigmoid(decay.to(compute_dtype(x.dtype))) / self.decay_normalizer
+        return gla(self.feature_map(q), self.feature_map(k), v, log_decay, **options)

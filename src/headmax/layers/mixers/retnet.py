@@ -1,0 +1,60 @@
+"""RetNet: rotary positions and a fixed decay per head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headmax.layers.feature_map import FeatureMap
+from headmax.layers.feature_map import feature_map as make_feature_map
+from headmax.layers.head_gate import HeadGateConfig
+from headmax.layers.mixers.base import RecurrentMixer, head_width
+from headmax.layers.norm import OutputNormKind
+from headmax.layers.rotary import rotate
+from headmax.ops import linear_attention
+from headmax.ops.checks import compute_dtype
+
+
+class RetNet(RecurrentMixer):
+    """S_t = γ_h S_{t-1} + (G^K_t k_t)^T v_t ;  o_t = (G^Q_t q_t) S_t,  with γ_h = 1 - 2^(-5-h) and rotary q, k"""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        head_k_dim: int | None = None,
+        head_v_dim: int | None = None,
+        conv_size: int | None = None,
+        feature_map: FeatureMap = "identity",
+        output_norm: OutputNormKind = "head",
+        norm_eps: float = 1e-6,
+        head_gate: HeadGateConfig | None = None,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(
+            hidden_size,
+            num_heads,
+            head_k_dim=head_width("head_k_dim", head_k_dim, hidden_size, num_heads),
+            head_v_dim=head_width("head_v_dim", head_v_dim, 2 * hidden_size, num_heads),
+            conv_size=conv_size,
+            output_norm=output_norm,
+            norm_eps=norm_eps,
+            head_gate=head_gate,
+            backend=backend,
+        )
+        if self.head_k_dim % 2:
+            raise ValueError(f"head_k_dim must be even for rotary positions, got {self.head_k_dim}")
+        self.feature_map = make_feature_map(feature_map)
+
+    def recur(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, **options: Any) -> tuple[Tensor, Tensor | None]:
+        if positions is None:
+            if options["initial_state"] is not None:
+                raise ValueError("RetNet: positions must be given with a state, [batch or 1, time], counting from the sequence's start")
+            packing = options["cu_seqlens"]
+            positions = torch.arange(q.shape[1], device=q.device)[None] if packing is None else packing.positions[None]
+        q, k = rotate(self.feature_map(q), positions), rotate(self.feature_map(k), positions)
+        head = torch.arange(self.num_heads, device=q.device, dtype=compute_dtype(q.dtype))
+        return linear_attention(q, k, v, torch.log1p(-torch.exp2(-5 - head)), **options)

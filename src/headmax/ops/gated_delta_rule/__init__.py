@@ -1,0 +1,59 @@
+"""The gated delta rule: each write first erases what the key already recalls."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from headmax.ops.checks import check_device, check_recurrence, check_shape
+from headmax.ops.gated_delta_rule import chunkwise, reference
+from headmax.ops.packing import Packing
+from headmax.ops.registry import no_autocast, select
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+BACKENDS = {"reference": reference.gated_delta_rule, "chunkwise": chunkwise.gated_delta_rule}
+
+
+def gated_delta_rule(
+    q: Float[Tensor, "batch time key_heads key"],
+    k: Float[Tensor, "batch time key_heads key"],
+    v: Float[Tensor, "batch time heads value"],
+    log_decay: Float[Tensor, "batch time heads"],
+    beta: Float[Tensor, "batch time heads"],
+    *,
+    normalize_qk: bool = False,
+    read_gate: Float[Tensor, "batch time heads"] | None = None,
+    write_gate: Float[Tensor, "batch time heads"] | None = None,
+    scale: float | None = None,
+    initial_state: Float[Tensor, "sequences heads key value"] | None = None,
+    return_state: bool = False,
+    cu_seqlens: Tensor | Packing | None = None,
+    backend: str = "auto",
+) -> tuple[Float[Tensor, "batch time heads value"], Float[Tensor, "sequences heads key value"] | None]:
+    """S' = exp(log_decay_t) S_{t-1};  u_t = beta_t (write_gate_t v_t - k_t S');  S_t = S' + k_t^T u_t;  o_t = scale * (read_gate_t q_t) S_t
+
+    v may have n times the heads of q and k: key head h then serves the n value heads from n*h on.
+    `normalize_qk` first scales q and k to unit length, x / sqrt(|x|^2 + 1e-6).
+    """
+    packing = check_recurrence(
+        "gated_delta_rule",
+        q,
+        k,
+        v,
+        read_gate=read_gate,
+        write_gate=write_gate,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        value_heads=True,
+    )
+    for name, x in (("log_decay", log_decay), ("beta", beta)):
+        check_shape("gated_delta_rule", name, x, "batch, time, heads", v.shape[:3])
+        check_device("gated_delta_rule", name, x, q)
+    run = select("gated_delta_rule", BACKENDS, backend, q.device)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    with no_autocast(q.device):
+        o, state = run(q, k, v, log_decay, beta, normalize_qk, read_gate, write_gate, scale, initial_state, packing)
+    return o, state if return_state else None

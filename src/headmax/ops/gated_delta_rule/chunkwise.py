@@ -1,0 +1,127 @@
+"""Chunkwise-parallel gated delta rule in plain PyTorch: any device, any dtype, exact for any decay <= 0."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headmax.ops.checks import compute_dtype
+from headmax.ops.chunks import Chunks, decay_from_start, decay_to_end, in_segments, pairwise_decay, segments
+from headmax.ops.gated_delta_rule.reference import unit_length
+from headmax.ops.packing import Packing
+from headmax.ops.sequential import gated
+
+
+@in_segments
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    normalize_qk: bool,
+    read_gate: Tensor | None,
+    write_gate: Tensor | None,
+    scale: float,
+    initial_state: Tensor | None,
+    packing: Packing | None,
+) -> tuple[Tensor, Tensor]:
+    """The writes u of a chunk depend on each other and on the chunk's first state S: with D_ij the decay from j to i,
+
+        (I + L) U = diag(β) (V - diag(D_start) K S),   L = strictly lower part of diag(β) (K K^T ⊙ D).
+
+    One triangular solve per chunk gives U = fresh - erase S, so that only two products per chunk wait for the state.
+    """
+    dtype = compute_dtype(q.dtype)
+    chunks = Chunks(q.shape[1], packing)
+    q, k, v, in_dtype = q.to(dtype), k.to(dtype), v.to(dtype), q.dtype
+    if normalize_qk:
+        q, k = unit_length(q), unit_length(k)
+    groups = v.shape[2] // q.shape[2]
+    if groups > 1:
+        q, k = q.repeat_interleave(groups, dim=2), k.repeat_interleave(groups, dim=2)
+    read = scale if read_gate is None else (scale * read_gate.to(dtype)).unsqueeze(-1)
+    qc, kc, vc = chunks.split(q * read), chunks.split(k), chunks.split(gated(v, write_gate))
+    steps, bc = chunks.split(log_decay.to(dtype)), chunks.split(beta.to(dtype))
+    decay, from_start, to_end = pairwise_decay(steps), decay_from_start(steps), decay_to_end(steps)
+
+    key_beta = gated(kc, bc)
+    system = (key_beta @ kc.mT) * decay
+    wanted = torch.cat([gated(vc, bc), gated(key_beta, from_start)], -1)
+    solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+    fresh, erase = solved.split([v.shape[3], q.shape[3]], -1)
+
+    state = chunks.first_state(initial_state, qc, q.shape[3], v.shape[3])
+    states, u, state = delta_scan(fresh, erase, gated(kc, to_end), steps.sum(-1).exp(), state, chunks.starts)
+    o = torch.matmul((qc @ kc.mT) * decay, u) + torch.matmul(gated(qc, from_start), states)
+    return chunks.join(o).to(in_dtype), state
+
+
+@torch.library.custom_op("headmax::delta_scan", mutates_args=())
+def delta_scan(
+    fresh: Tensor, erase: Tensor, key_to_end: Tensor, decay: Tensor, initial: Tensor, starts: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """u_n = fresh_n - erase_n S_n ;  S_{n+1} = decay_n S_n + key_to_end_n^T u_n.
+
+    Returns the state before each chunk, all u, and the last state of each sequence.
+    """
+    batch, chunks, heads = decay.shape
+    states = fresh.new_empty(batch, chunks, heads, erase.shape[-1], fresh.shape[-1])
+    u, final = torch.empty_like(fresh), torch.empty_like(initial)
+    for rows, first, end in segments(starts, chunks):
+        state = initial[rows]
+        for n in range(first, end):
+            states[:, n] = state
+            u[:, n] = fresh[:, n] - erase[:, n] @ state
+            state = decay[:, n, :, None, None] * state + key_to_end[:, n].mT @ u[:, n]
+        final[rows] = state
+    return states, u, final
+
+
+@delta_scan.register_fake
+def _(fresh: Tensor, erase: Tensor, key_to_end: Tensor, decay: Tensor, initial: Tensor, starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    states = fresh.new_empty(*decay.shape, erase.shape[-1], fresh.shape[-1])
+    return states, torch.empty_like(fresh), torch.empty_like(initial)
+
+
+@torch.library.custom_op("headmax::delta_scan_backward", mutates_args=())
+def delta_scan_backward(
+    d_states: Tensor,
+    d_u: Tensor,
+    d_final: Tensor,
+    states: Tensor,
+    u: Tensor,
+    erase: Tensor,
+    key_to_end: Tensor,
+    decay: Tensor,
+    starts: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    d_fresh, d_erase, d_key = torch.empty_like(u), torch.empty_like(erase), torch.empty_like(key_to_end)
+    d_decay, d_initial = torch.empty_like(decay), torch.empty_like(d_final)
+    for rows, first, end in segments(starts, decay.shape[1]):
+        gradient = d_final[rows]
+        for n in reversed(range(first, end)):
+            d_fresh[:, n] = d_u[:, n] + key_to_end[:, n] @ gradient
+            d_key[:, n] = u[:, n] @ gradient.mT
+            d_erase[:, n] = -d_fresh[:, n] @ states[:, n].mT
+            d_decay[:, n] = (gradient * states[:, n]).sum((-2, -1))
+            gradient = decay[:, n, :, None, None] * gradient + d_states[:, n] - erase[:, n].mT @ d_fresh[:, n]
+        d_initial[rows] = gradient
+    return d_fresh, d_erase, d_key, d_decay, d_initial
+
+
+@delta_scan_backward.register_fake
+def _(d_states, d_u, d_final, states, u, erase, key_to_end, decay, starts):  # type: ignore[no-untyped-def]
+    return tuple(torch.empty_like(x) for x in (u, erase, key_to_end, decay, d_final))
+
+
+def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    _, erase, key_to_end, decay, _, starts = inputs
+    ctx.save_for_backward(output[0], output[1], erase, key_to_end, decay, starts)
+
+
+def _gradient(ctx, d_states, d_u, d_final):  # type: ignore[no-untyped-def]
+    return *delta_scan_backward(d_states, d_u, d_final, *ctx.saved_tensors), None
+
+
+delta_scan.register_autograd(_gradient, setup_context=_save)

@@ -1,0 +1,44 @@
+"""Gated linear attention: a decay per key channel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from headmax.ops.checks import check_device, check_recurrence, check_shape
+from headmax.ops.gla import chunkwise, reference
+from headmax.ops.packing import Packing
+from headmax.ops.registry import no_autocast, select
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+BACKENDS = {"reference": reference.gla, "chunkwise": chunkwise.gla}
+
+
+def gla(
+    q: Float[Tensor, "batch time heads key"],
+    k: Float[Tensor, "batch time heads key"],
+    v: Float[Tensor, "batch time heads value"],
+    log_decay: Float[Tensor, "batch time heads key"],
+    *,
+    read_gate: Float[Tensor, "batch time heads"] | None = None,
+    write_gate: Float[Tensor, "batch time heads"] | None = None,
+    scale: float | None = None,
+    initial_state: Float[Tensor, "sequences heads key value"] | None = None,
+    return_state: bool = False,
+    cu_seqlens: Tensor | Packing | None = None,
+    backend: str = "auto",
+) -> tuple[Float[Tensor, "batch time heads value"], Float[Tensor, "sequences heads key value"] | None]:
+    """S_t = diag(exp(log_decay_t)) S_{t-1} + (write_gate_t k_t)^T v_t ;  o_t = scale * (read_gate_t q_t) S_t"""
+    packing = check_recurrence(
+        "gla", q, k, v, read_gate=read_gate, write_gate=write_gate, initial_state=initial_state, cu_seqlens=cu_seqlens
+    )
+    check_shape("gla", "log_decay", log_decay, "batch, time, heads, key", q.shape)
+    check_device("gla", "log_decay", log_decay, q)
+    run = select("gla", BACKENDS, backend, q.device)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    with no_autocast(q.device):
+        o, state = run(q, k, v, log_decay, read_gate, write_gate, scale, initial_state, packing)
+    return o, state if return_state else None

@@ -1,0 +1,50 @@
+"""The gate: a softmax over heads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from torch import Tensor
+
+from headmax.ops.checks import check_device, check_shape
+from headmax.ops.head_gate import reference
+from headmax.ops.registry import no_autocast, select, suggest
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+BACKENDS = {"reference": reference.head_gate}
+
+
+def head_gate(
+    x: Float[Tensor, "batch time heads dim"] | Float[Tensor, "batch time dim"],
+    weight: Float[Tensor, "heads dim"],
+    temperature: float = 1.0,
+    scale: float = 1.0,
+    *,
+    kind: Literal["softmax", "sigmoid"] = "softmax",
+    backend: str = "auto",
+) -> Float[Tensor, "batch time heads"]:
+    """gate = scale * softmax(temperature * score, over heads), in float32 (float64 for float64 inputs).
+
+    The control without competition, kind="sigmoid": gate = (2 scale / H) * sigmoid(temperature * score), the same at score 0.
+
+    x [B,T,H,D] with weight [H,D]: score_h = <x_h, weight_h>; with weight [n*H,D], head h of x scores the n gates from n*h on.
+    x [B,T,E] with weight [H,E]: score = x @ weight.T.
+    """
+    if not isinstance(x, Tensor) or x.ndim not in (3, 4):
+        got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"head_gate: x must be [batch, time, heads, dim] or [batch, time, dim], got {got}")
+    check_shape("head_gate", "x", x, "batch, time, ..., dim", x.shape)
+    if not isinstance(weight, Tensor) or weight.ndim != 2:
+        got = list(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
+        raise ValueError(f"head_gate: weight must be [heads, dim], got {got}")
+    check_shape("head_gate", "weight", weight, "heads, dim", (weight.shape[0], x.shape[-1]))
+    if x.ndim == 4 and (weight.shape[0] == 0 or weight.shape[0] % x.shape[2]):
+        raise ValueError(f"head_gate: weight must have a multiple of x's {x.shape[2]} heads, got {weight.shape[0]}")
+    check_device("head_gate", "weight", weight, x)
+    if kind not in ("softmax", "sigmoid"):
+        raise ValueError(f"head_gate: unknown kind {kind!r}{suggest(kind, ('softmax', 'sigmoid'))}")
+    run = select("head_gate", BACKENDS, backend, x.device)
+    with no_autocast(x.device):
+        return run(x, weight, temperature, scale, kind)

@@ -1,0 +1,21 @@
+"""The gate as the paper writes it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headmax.ops.checks import compute_dtype
+
+
+def head_gate(x: Tensor, weight: Tensor, temperature: float, scale: float, kind: str) -> Tensor:
+    dtype = compute_dtype(x.dtype)
+    x, weight = x.to(dtype), weight.to(dtype)
+    if x.ndim == 3:
+        score = x @ weight.T
+    else:
+        grouped = weight.unflatten(0, (x.shape[2], -1))
+        score = torch.einsum("bthd,hnd->bthn", x, grouped).flatten(2)
+    if kind == "sigmoid":
+        return (2 * scale / score.shape[-1]) * torch.sigmoid(temperature * score)
+    return scale * torch.softmax(temperature * score, dim=-1)

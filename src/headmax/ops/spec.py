@@ -1,0 +1,125 @@
+"""A test or benchmark case of a recurrence: its shape, its inputs, its work. Each op's `spec.py` adds what is its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headmax.ops.packing import Packing
+
+CHUNK_FOR_FLOPS = 64
+"""The work of a chunked algorithm depends on its chunk; figures are stated for this one."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape worth testing or timing."""
+
+    batch: int = 1
+    time: int = 64
+    heads: int = 2
+    key: int = 20
+    value: int = 40
+    value_heads: int | None = None
+    """Heads of v where they differ from those of q and k (gated delta rule only)."""
+    gates: bool = False
+    initial_state: bool = False
+    lengths: tuple[int, ...] | None = None
+    """Packed sequences: their lengths, which sum to `time`."""
+    decay: str = "soft"
+    """"none", "head", "soft" (0 to -1 a step), "mixed" (also steps of -100 and of 0)."""
+
+    @property
+    def out_heads(self) -> int:
+        return self.value_heads or self.heads
+
+    @property
+    def sequences(self) -> int:
+        return self.batch if self.lengths is None else len(self.lengths)
+
+    def __str__(self) -> str:
+        parts = [f"B{self.batch}T{self.time}H{self.heads}K{self.key}V{self.value}", self.decay]
+        parts += [f"hv{self.value_heads}"] * bool(self.value_heads) + ["gates"] * self.gates + ["s0"] * self.initial_state
+        return "-".join(parts + ["packed"] * bool(self.lengths))
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What tests and benchmarks need to know of an op."""
+
+    name: str
+    function: Callable[..., tuple[Tensor, Tensor | None]]
+    extra_inputs: Callable[[Case, torch.Generator], dict[str, Any]]
+    """The arguments beside q, k, v, gates and initial state."""
+    cases: tuple[Case, ...]
+    flops: Callable[[Case], int]
+    """Multiply-adds x 2 of the forward pass, chunked by CHUNK_FOR_FLOPS."""
+    extra_numbers: Callable[[Case], int]
+    """How many numbers beside q, k, v, o the forward pass reads."""
+
+    def inputs(self, case: Case, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", seed: int = 0) -> dict[str, Any]:
+        """Keyword arguments for the op, drawn anew from the seed. Gates, decay and beta stay float32 beside bfloat16 q, k, v."""
+        generator = torch.Generator().manual_seed(seed)
+        rows = (case.batch, case.time)
+        made: dict[str, Any] = {
+            "q": torch.randn(*rows, case.heads, case.key, generator=generator),
+            "k": torch.randn(*rows, case.heads, case.key, generator=generator) * case.key**-0.5,
+            "v": torch.randn(*rows, case.out_heads, case.value, generator=generator),
+        }
+        made |= self.extra_inputs(case, generator)
+        if case.gates:
+            for name in ("read_gate", "write_gate"):
+                made[name] = torch.randn(*rows, case.out_heads, generator=generator).softmax(-1)
+        if case.initial_state:
+            made["initial_state"] = torch.randn(case.sequences, case.out_heads, case.key, case.value, generator=generator)
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        for name, x in made.items():
+            if isinstance(x, Tensor):
+                made[name] = x.to(device, dtype if name in ("q", "k", "v") else wide)
+        if case.lengths is not None:
+            made["cu_seqlens"] = Packing([0, *accumulate(case.lengths)], device=device)
+        return made
+
+    def bytes_moved(self, case: Case, itemsize: int) -> int:
+        """The least traffic of the forward pass: every input read once, the output written once."""
+        tokens = case.batch * case.time
+        qkvo = tokens * 2 * (case.heads * case.key + case.out_heads * case.value)
+        return qkvo * itemsize + 4 * self.extra_numbers(case)
+
+
+def draw_decay(case: Case, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Log-decays in (-1, 0]; "mixed" cuts some steps to -100 and holds others at 0."""
+    soft = -torch.rand(shape, generator=generator)
+    if case.decay != "mixed":
+        return soft
+    pick = torch.rand(shape, generator=generator)
+    return soft.masked_fill(pick < 0.1, -100.0).masked_fill(pick > 0.7, 0.0)
+
+
+def intra_inter_flops(case: Case, intra: int, inter: int) -> int:
+    """`intra` products of C x C with K or V per chunk given as total width, `inter` products of K x V per token."""
+    per_token = CHUNK_FOR_FLOPS * intra + 2 * inter * case.key * case.value
+    return case.batch * case.time * case.out_heads * per_token
+
+
+def covering_cases(variants: Mapping[str, Any] | None = None) -> tuple[Case, ...]:
+    """Every length, width and feature at least once, long sequences with narrow heads: a covering set, not the full product."""
+    extra = dict(variants or {})
+    return (
+        Case(time=1, key=20, value=40, gates=True, initial_state=True, **extra),
+        Case(batch=2, time=17, heads=3, key=40, value=80, gates=True, **extra),
+        Case(time=64, key=80, value=160, initial_state=True, **extra),
+        Case(batch=2, time=100, heads=1, key=96, value=192, gates=True, initial_state=True, **extra),
+        Case(time=100, heads=2, key=128, value=256, **extra),
+        Case(time=65, heads=1, key=160, value=320, gates=True, **extra),
+        Case(time=63, heads=1, key=192, value=384, initial_state=True, **extra),
+        Case(time=17, heads=1, key=256, value=512, gates=True, initial_state=True, **extra),
+        Case(time=1000, heads=2, key=20, value=20, gates=True, initial_state=True, **extra),
+        Case(time=151, heads=2, key=40, value=20, gates=True, initial_state=True, lengths=(1, 17, 64, 69), **extra),
+        Case(time=130, heads=2, key=20, value=40, lengths=(65, 65), **extra),
+    )

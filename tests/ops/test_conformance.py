@@ -1,0 +1,79 @@
+"""Every op x backend x shape x dtype: outputs, states and all gradients against the float64 oracle."""
+
+import pytest
+import torch
+
+from headmax.ops.spec import Case
+
+from .oracle import SPECS, distance, oracle, run
+
+BOUNDS = {
+    torch.float64: {"forward": 1e-10, "backward": 1e-10},
+    torch.float32: {"forward": 2e-5, "backward": 1e-4},
+    torch.bfloat16: {"forward": 5e-3, "backward": 1e-2},
+}
+CASES = [pytest.param(name, case, id=f"{name}-{case}") for name, spec in SPECS.items() for case in spec.cases]
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize(("name", "case"), CASES)
+def test_chunkwise_agrees_with_the_oracle(name: str, case: Case, dtype: torch.dtype) -> None:
+    spec = SPECS[name]
+    expected = oracle(name, case, dtype)
+    actual = run(spec, spec.inputs(case, dtype), "chunkwise")
+    assert actual["o"].dtype == dtype
+    assert actual["state"].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    for key, x in actual.items():
+        bound = BOUNDS[dtype]["backward" if key.startswith("d_") else "forward"]
+        assert distance(x, expected[key]) <= bound, f"{key}: {distance(x, expected[key]):.2e} > {bound}"
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_reference_in_float32_is_the_same_recurrence(name: str) -> None:
+    spec, case = SPECS[name], SPECS[name].cases[9]
+    for key, x in run(spec, spec.inputs(case), "reference").items():
+        assert distance(x, oracle(name, case, torch.float32)[key]) <= 1e-4, key
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("decay", [0.0, -1e-4, -1.0, -100.0])
+def test_any_decay_is_stable_over_65536_steps(name: str, decay: float) -> None:
+    spec, case = SPECS[name], Case(time=65_536, heads=1, key=4, value=4, gates=True)
+    inputs = spec.inputs(case)
+    inputs["log_decay"] = torch.full_like(spec.inputs(Case(time=65_536, heads=1, key=4, value=4))["log_decay"], decay)
+    for key, x in run(spec, inputs, "chunkwise").items():
+        assert x.isfinite().all(), key
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_decays_of_all_sizes_mixed_in_a_long_sequence_stay_exact(name: str) -> None:
+    """Longer than one segment, steps of 0 and -100 side by side: cancellation or overflow would show here."""
+    spec, case = SPECS[name], Case(time=5000, heads=1, key=4, value=4, gates=True, initial_state=True, decay="mixed")
+    inputs = spec.inputs(case)
+    with torch.no_grad():
+        wide = {key: x.double() if isinstance(x, torch.Tensor) else x for key, x in inputs.items()}
+        expected = spec.function(**wide, return_state=True, backend="reference")
+    actual = run(spec, inputs, "chunkwise")
+    assert distance(actual["o"], expected[0]) <= 2e-6
+    assert distance(actual["state"], expected[1]) <= 2e-6
+    assert all(x.isfinite().all() for x in actual.values())
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_nothing_is_cut_short_under_autocast(name: str) -> None:
+    spec, case = SPECS[name], SPECS[name].cases[3]
+    inputs = spec.inputs(case)
+    with torch.autocast("cpu", torch.bfloat16):
+        o, _ = spec.function(**inputs, backend="chunkwise")
+    assert o.dtype == torch.float32
+    assert distance(o, oracle(name, case, torch.float32)["o"]) <= 2e-5
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_non_contiguous_inputs(name: str) -> None:
+    spec, case = SPECS[name], SPECS[name].cases[3]
+    inputs = spec.inputs(case)
+    strided = {key: x.transpose(0, -1).contiguous().transpose(0, -1) if torch.is_tensor(x) else x for key, x in inputs.items()}
+    assert not strided["q"].is_contiguous()
+    for key, x in run(spec, strided, "chunkwise").items():
+        assert distance(x, oracle(name, case, torch.float32)[key]) <= 1e-4, key

@@ -1,0 +1,85 @@
+"""Wrong input raises ValueError naming the argument, what it got and what it needs."""
+
+import pytest
+import torch
+
+from headmax.ops import Packing, head_gate
+from headmax.ops.spec import Case
+
+from .oracle import SPECS
+
+CASE = Case(batch=2, time=6, heads=2, key=4, value=3, gates=True, initial_state=True)
+ALL = list(SPECS)
+
+
+def call(name: str, **changes: object) -> None:
+    spec = SPECS[name]
+    spec.function(**(spec.inputs(CASE) | changes))
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": torch.randn(2, 6, 8)}, r"q must be \[batch, time, heads, key\], got \[2, 6, 8\]"),
+        ({"q": 3}, r"q must be \[batch, time, heads, key\], got int"),
+        ({"k": torch.randn(2, 6, 2, 5)}, r"k must be \[batch, time, heads, key\] = \[2, 6, 2, 4\], got \[2, 6, 2, 5\]"),
+        ({"v": torch.randn(2, 6, 3, 3)}, r"v must (be|have).* got"),
+        ({"v": torch.randn(2, 5, 2, 3)}, r"v must be \[batch, time, heads, value\] = \[2, 6, 2, 3\], got \[2, 5, 2, 3\]"),
+        ({"q": torch.ones(2, 6, 2, 4, dtype=torch.int64)}, r"q must have a floating dtype, got torch.int64"),
+        ({"v": torch.randn(2, 6, 2, 3).bfloat16()}, r"v must share q's dtype torch.float32, got torch.bfloat16"),
+        ({"read_gate": torch.rand(2, 6, 4)}, r"read_gate must be \[batch, time, heads\] = \[2, 6, 2\], got \[2, 6, 4\]"),
+        ({"write_gate": torch.rand(2, 6)}, r"write_gate must be \[batch, time, heads\] = \[2, 6, 2\], got \[2, 6\]"),
+        ({"initial_state": torch.rand(1, 2, 4, 3)}, r"initial_state must be \[batch, heads, key, value\] = \[2, 2, 4, 3\]"),
+        ({"log_decay": torch.rand(2, 6, 5)}, r"log_decay must be \[batch, time, heads(, key)?\]"),
+        ({"cu_seqlens": torch.tensor([0, 6])}, r"cu_seqlens packs sequences into batch 1, got batch 2"),
+        ({"backend": "chunkwize"}, r"unknown backend 'chunkwize'; did you mean 'chunkwise'"),
+        ({"q": torch.randn(2, 6, 2, 4, device="meta")}, r"must be on q's device meta"),
+        ({"q": torch.randn(2, 6, 0, 4)}, r"must have no empty axis"),
+    ],
+)
+def test_recurrences_name_the_argument(name: str, change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name}: .*{message}"):
+        call(name, **change)
+
+
+@pytest.mark.parametrize(
+    ("boundaries", "message"),
+    [
+        (torch.tensor([0, 3, 5]), "must end at time = 6, got 5"),
+        (torch.tensor([1, 6]), "must rise strictly from 0"),
+        (torch.tensor([0, 4, 4, 6]), "must rise strictly from 0"),
+        (torch.tensor([0.0, 6.0]), "must be a 1-D integer tensor, got torch.float32"),
+        (torch.tensor([[0, 6]]), r"must be a 1-D integer tensor, got torch.int64 of shape \[1, 2\]"),
+    ],
+)
+def test_boundaries_are_checked(boundaries: torch.Tensor, message: str) -> None:
+    inputs = SPECS["gla"].inputs(Case(time=6, key=4, value=3))
+    with pytest.raises(ValueError, match=f"cu_seqlens {message}"):
+        SPECS["gla"].function(**inputs, cu_seqlens=boundaries)
+
+
+def test_packed_states_are_counted_by_sequence() -> None:
+    inputs = SPECS["gla"].inputs(Case(time=6, key=4, value=3, initial_state=True))
+    with pytest.raises(ValueError, match=r"initial_state must be \[sequences, heads, key, value\] = \[2, 2, 4, 3\], got \[1, 2, 4, 3\]"):
+        SPECS["gla"].function(**inputs, cu_seqlens=Packing([0, 2, 6]))
+
+
+def test_value_heads_are_a_multiple() -> None:
+    with pytest.raises(ValueError, match="v must have a multiple of q's 2 heads, got 3"):
+        call("gated_delta_rule", v=torch.randn(2, 6, 3, 3))
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "message"),
+    [
+        (torch.randn(2, 3), torch.randn(4, 8), r"x must be \[batch, time, heads, dim\] or \[batch, time, dim\], got \[2, 3\]"),
+        (torch.randn(2, 3, 4, 8), torch.randn(8), r"weight must be \[heads, dim\], got \[8\]"),
+        (torch.randn(2, 3, 4, 8), torch.randn(4, 7), r"weight must be \[heads, dim\] = \[4, 8\], got \[4, 7\]"),
+        (torch.randn(2, 3, 4, 8), torch.randn(6, 8), "weight must have a multiple of x's 4 heads, got 6"),
+        (torch.ones(2, 3, 4, 8, dtype=torch.int32), torch.randn(4, 8), "x must have a floating dtype, got torch.int32"),
+    ],
+)
+def test_head_gate_names_the_argument(x: torch.Tensor, weight: torch.Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^head_gate: {message}"):
+        head_gate(x, weight)

@@ -1,0 +1,97 @@
+"""The gate itself, and what the paper proves about it."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headmax.ops import head_gate
+
+from .oracle import distance
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_scores_per_head_and_from_the_hidden_state(dtype: torch.dtype) -> None:
+    x, weight = torch.randn(2, 5, 4, 8, dtype=dtype), torch.randn(4, 8, dtype=dtype)
+    gate = head_gate(x, weight, temperature=0.5, scale=4.0)
+    assert gate.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    expected = 4 * torch.softmax(0.5 * (x.double() * weight.double()).sum(-1), -1)
+    assert distance(gate, expected) <= 1e-6
+    hidden = torch.randn(2, 5, 32, dtype=dtype)
+    weight = torch.randn(4, 32, dtype=dtype)
+    assert distance(head_gate(hidden, weight), torch.softmax(hidden.double() @ weight.double().T, -1)) <= 1e-6
+
+
+def test_several_gates_per_key_head() -> None:
+    x, weight = torch.randn(2, 5, 2, 8), torch.randn(6, 8)
+    assert distance(head_gate(x, weight), head_gate(x.repeat_interleave(3, dim=2), weight)) <= 1e-6
+
+
+@given(heads=st.integers(1, 16), scale=st.floats(0.1, 16), spread=st.floats(0, 50), seed=st.integers(0, 99))
+def test_gates_sum_to_their_scale(heads: int, scale: float, spread: float, seed: int) -> None:
+    torch.manual_seed(seed)
+    gate = head_gate(spread * torch.randn(1, 3, heads, 4), torch.randn(heads, 4), scale=scale)
+    assert (gate >= 0).all()
+    torch.testing.assert_close(gate.sum(-1), torch.full((1, 3), scale), rtol=1e-5, atol=0)
+
+
+def test_gradients_reach_input_and_weight() -> None:
+    x = torch.randn(2, 3, 4, 8, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x, weight: head_gate(x, weight, 0.7, 4.0), (x, weight))
+
+
+def entropy(p: torch.Tensor) -> torch.Tensor:
+    return -(p * p.clamp_min(1e-300).log()).sum(-1)
+
+
+def gates(scores: torch.Tensor, factor: float) -> torch.Tensor:
+    """Gates for given scores through the public function: a one-wide head whose weight is 1."""
+    return head_gate(scores[None, None, :, None] * factor, torch.ones(len(scores), 1, dtype=scores.dtype))[0, 0]
+
+
+scores_strategy = st.lists(st.floats(-3, 3), min_size=2, max_size=8)
+
+
+@given(seed=st.integers(0, 999), factor=st.floats(1e-3, 1e3))
+def test_proposition_1_linear_attention_ignores_the_size_of_the_query(seed: int, factor: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    q, k = torch.randn(8, generator=generator, dtype=torch.float64), torch.randn(20, 8, generator=generator, dtype=torch.float64)
+
+    def weights(q: torch.Tensor) -> torch.Tensor:
+        raw = torch.relu(k) @ torch.relu(q)
+        return raw / raw.sum()
+
+    if torch.relu(q).sum() > 1e-6:
+        assert (weights(q) - weights(factor * q)).abs().max() <= 1e-12
+        assert abs(entropy(weights(q)) - entropy(weights(factor * q))) <= 1e-10
+
+
+@given(scores=scores_strategy, factors=st.lists(st.floats(0, 50), min_size=2, max_size=6))
+def test_theorem_1_gate_entropy_falls_with_magnitude(scores: list[float], factors: list[float]) -> None:
+    s = torch.tensor(scores, dtype=torch.float64)
+    entropies = [entropy(gates(s, factor)) for factor in sorted(factors)]
+    assert all(later <= earlier + 1e-12 for earlier, later in zip(entropies, entropies[1:], strict=False))
+
+
+@given(scores=scores_strategy)
+def test_theorem_1_gate_tends_to_the_winner(scores: list[float]) -> None:
+    s = torch.tensor(scores, dtype=torch.float64)
+    lead = s.topk(2).values.diff().abs().item()
+    gate = gates(s, 200.0)
+    if lead > 0.2:
+        assert gate[s.argmax()] >= 1 - len(scores) * 1e-17 - 1e-12
+    winners = s == s.max()
+    if (s[~winners] < s.max() - 0.2).all():  # ties share the gate equally
+        torch.testing.assert_close(gate, winners.double() / winners.sum(), rtol=0, atol=1e-12)
+
+
+@given(read=scores_strategy, write=scores_strategy, factor=st.floats(1, 60))
+def test_theorem_2_agreement_tends_to_the_kronecker_delta(read: list[float], write: list[float], factor: float) -> None:
+    heads = min(len(read), len(write))
+    s_read, s_write = (torch.tensor(x[:heads], dtype=torch.float64) for x in (read, write))
+    gap = min(s.topk(2).values.diff().abs().item() for s in (s_read, s_write))
+    agreement = (gates(s_read, factor) * gates(s_write, factor)).sum().item()
+    delta = float(s_read.argmax() == s_write.argmax())
+    if gap > 0:
+        assert abs(agreement - delta) <= 2 * (heads - 1) * torch.exp(torch.tensor(-factor * gap)).item() + 1e-12

@@ -1,0 +1,134 @@
+"""What must hold for any input: causality, hand-over of the state, packing, and the paper's parallel form."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from headmax.ops import Packing, gla, linear_attention
+from headmax.ops.spec import Case
+
+from .oracle import SPECS, distance
+
+BACKENDS = ("reference", "chunkwise")
+PER_TOKEN = ("q", "k", "v", "log_decay", "beta", "read_gate", "write_gate")
+
+
+def cut(inputs: dict, first: int, end: int) -> dict:
+    """The inputs of tokens first to end."""
+    return {key: x[:, first:end] if key in PER_TOKEN and torch.is_tensor(x) and x.ndim > 1 else x for key, x in inputs.items()}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", SPECS)
+@given(time=st.integers(2, 150), data=st.data())
+def test_state_hand_over_equals_one_pass(name: str, backend: str, time: int, data: st.DataObject) -> None:
+    spec, at = SPECS[name], data.draw(st.integers(1, time - 1))
+    inputs = spec.inputs(Case(time=time, key=8, value=6, gates=True, initial_state=True, decay="mixed"), torch.float64, seed=time)
+    whole, last = spec.function(**inputs, return_state=True, backend=backend)
+    first, state = spec.function(**cut(inputs, 0, at), return_state=True, backend=backend)
+    second, state = spec.function(**cut(inputs, at, time) | {"initial_state": state}, return_state=True, backend=backend)
+    assert distance(torch.cat([first, second], 1), whole) <= 1e-12
+    assert distance(state, last) <= 1e-12
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", SPECS)
+@given(lengths=st.lists(st.integers(1, 90), min_size=1, max_size=5))
+def test_packing_equals_separate_sequences(name: str, backend: str, lengths: list[int]) -> None:
+    spec = SPECS[name]
+    case = Case(time=sum(lengths), key=8, value=6, gates=True, initial_state=True, lengths=tuple(lengths), decay="mixed")
+    inputs = spec.inputs(case, torch.float64, seed=len(lengths))
+    packed, states = spec.function(**inputs, return_state=True, backend=backend)
+    bounds = inputs.pop("cu_seqlens").cu_seqlens.tolist()
+    for n, (first, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        alone = cut(inputs, first, end) | {"initial_state": inputs["initial_state"][n : n + 1]}
+        o, state = spec.function(**alone, return_state=True, backend=backend)
+        assert distance(packed[:, first:end], o) <= 1e-12
+        assert distance(states[n], state[0]) <= 1e-12
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", SPECS)
+@given(time=st.integers(2, 100), data=st.data())
+def test_nothing_depends_on_later_tokens(name: str, backend: str, time: int, data: st.DataObject) -> None:
+    spec, at = SPECS[name], data.draw(st.integers(1, time - 1))
+    case = Case(time=time, key=8, value=6, gates=True)
+    before, other = spec.inputs(case, torch.float64, seed=0), spec.inputs(case, torch.float64, seed=1)
+    mixed = {key: torch.cat([x[:, :at], other[key][:, at:]], 1) if key in PER_TOKEN else x for key, x in before.items()}
+    expected = spec.function(**before, backend=backend)[0][:, :at]
+    assert (
+        torch.equal(spec.function(**mixed, backend=backend)[0][:, :at], expected)
+        or distance(spec.function(**mixed, backend=backend)[0][:, :at], expected) <= 1e-14
+    )
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_packing_object_and_tensor_are_the_same(name: str) -> None:
+    spec, case = SPECS[name], SPECS[name].cases[9]
+    inputs = spec.inputs(case)
+    packing = inputs.pop("cu_seqlens")
+    o, _ = spec.function(**inputs, cu_seqlens=packing)
+    for boundaries in (packing.cu_seqlens, packing.cu_seqlens.int()):
+        assert torch.equal(spec.function(**inputs, cu_seqlens=boundaries)[0], o)
+
+
+def test_packing_reads_positions_of_flattened_batches() -> None:
+    packing = Packing.from_positions(torch.tensor([[0, 1, 2, 0, 0, 1]]))
+    assert packing is not None
+    assert packing.cu_seqlens.tolist() == [0, 3, 4, 6]
+    assert packing.positions.tolist() == [0, 1, 2, 0, 0, 1]
+    assert Packing.from_positions(torch.arange(6)[None]) is None
+    assert Packing.from_positions(torch.arange(5, 11)[None]) is None
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_gates_are_factors_of_query_and_write(name: str) -> None:
+    """read_gate scales q; write_gate scales k, and v in the delta rule, whose keys have unit length."""
+    spec = SPECS[name]
+    inputs = spec.inputs(Case(time=70, key=8, value=6, gates=True), torch.float64)
+    gated, _ = spec.function(**inputs)
+    read, write = inputs.pop("read_gate")[..., None], inputs.pop("write_gate")[..., None]
+    target = "v" if name == "gated_delta_rule" else "k"
+    ungated, _ = spec.function(**inputs | {target: inputs[target] * write})
+    assert distance(gated, ungated * read) <= 1e-12
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("decay", ["none", "head", "channel"])
+def test_parallel_form_of_the_paper(decay: str, backend: str) -> None:
+    """The masked quadratic product in closed form: plain linear attention, RetNet, GLA."""
+    case = Case(batch=2, time=100, heads=3, key=8, value=6, gates=True, decay="none" if decay == "none" else "head")
+    spec = SPECS["gla" if decay == "channel" else "linear_attention"]
+    inputs = spec.inputs(case, torch.float64)
+    q, k, v = (inputs[x].transpose(1, 2) for x in ("q", "k", "v"))
+    read, write = (inputs[x].transpose(1, 2) for x in ("read_gate", "write_gate"))
+    steps = torch.arange(100.0, dtype=torch.float64)
+    causal = (steps[:, None] >= steps).double()
+    if decay == "none":
+        weights = torch.einsum("bhik,bhjk->bhij", q, k)
+    elif decay == "head":
+        distance_in_time = (steps[:, None] - steps).clamp_min(0)
+        weights = torch.einsum("bhik,bhjk->bhij", q, k) * torch.exp(inputs["log_decay"][:, None, None] * distance_in_time)
+    else:
+        total = inputs["log_decay"].transpose(1, 2).cumsum(2)
+        weights = torch.einsum("bhik,bhjk,bhijk->bhij", q, k, torch.exp((total[:, :, :, None] - total[:, :, None]).clamp_max(0)))
+    weights = read[..., None] * weights * write[..., None, :] * causal * 8**-0.5
+    function = gla if decay == "channel" else linear_attention
+    o, _ = function(**inputs, backend=backend)
+    assert distance(o, (weights @ v).transpose(1, 2)) <= 1e-12
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_compiles_into_one_graph_and_packing_does_not_recompile(name: str) -> None:
+    spec = SPECS[name]
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(spec.function, fullgraph=True, backend=counter, dynamic=True)
+    for lengths in ((30, 70, 50), (64, 36, 50), (10, 10, 130)):
+        inputs = spec.inputs(Case(time=150, key=8, value=6, gates=True, initial_state=True, lengths=lengths))
+        expected, actual = spec.function(**inputs, return_state=True), compiled(**inputs, return_state=True)
+        assert distance(actual[0], expected[0]) <= 1e-6
+        assert distance(actual[1], expected[1]) <= 1e-6
+    assert counter.frame_count <= 2
+    torch._dynamo.reset()
