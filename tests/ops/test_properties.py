@@ -1,5 +1,7 @@
 """What must hold for any input: causality, hand-over of the state, packing, and the paper's parallel form."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -42,7 +44,7 @@ def test_packing_equals_separate_sequences(name: str, backend: str, lengths: lis
     inputs = spec.inputs(case, torch.float64, seed=len(lengths))
     packed, states = spec.function(**inputs, return_state=True, backend=backend)
     bounds = inputs.pop("cu_seqlens").cu_seqlens.tolist()
-    for n, (first, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for n, (first, end) in enumerate(itertools.pairwise(bounds)):
         alone = cut(inputs, first, end) | {"initial_state": inputs["initial_state"][n : n + 1]}
         o, state = spec.function(**alone, return_state=True, backend=backend)
         assert distance(packed[:, first:end], o) <= 1e-12

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from headmax.layers.initialized import Initialized
 from headmax.ops import head_gate
 from headmax.ops.checks import compute_dtype
 from headmax.ops.registry import suggest
@@ -70,7 +71,7 @@ class HeadGateConfig:
         )
 
 
-class HeadGate(nn.Module):
+class HeadGate(Initialized):
     """G = scale * softmax over heads of (temperature * score), once from the query (read), once from the key (write).
 
     "sigmoid" is (2 scale / H) sigmoid(temperature * score) and "uniform" scale / H, so that all kinds start from the same mean gate.
@@ -92,15 +93,16 @@ class HeadGate(nn.Module):
     ) -> None:
         super().__init__()
         if source == "hidden_heads" and hidden_size % num_heads:
-            raise ValueError(f"head_gate: source 'hidden_heads' splits hidden_size {hidden_size} over {num_heads} heads, which does not divide")
+            raise ValueError(
+                f"head_gate: source 'hidden_heads' splits hidden_size {hidden_size} over {num_heads} heads, which does not divide"
+            )
         self.num_heads, self.read, self.write = num_heads, read, write
         self.source, self.kind, self.scale, self.temperature, self.init_std = source, kind, scale, temperature, init_std
         width = {"head": head_dim, "hidden_heads": hidden_size // num_heads, "hidden": hidden_size}[source]
         learned = kind != "uniform"
         self.read_weight = nn.Parameter(torch.empty(num_heads, width)) if read and learned else None
         self.write_weight = nn.Parameter(torch.empty(num_heads, width)) if write and learned else None
-        for parameter, value in self.initial_parameters():
-            parameter.data.copy_(value)
+        self.reset_parameters()
 
     def initial_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         for weight in (self.read_weight, self.write_weight):
@@ -108,7 +110,7 @@ class HeadGate(nn.Module):
                 yield weight, torch.randn_like(weight) * self.init_std
 
     def forward(self, q: Tensor, k: Tensor, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """(read, write) gates [B,T,H] for q, k [B,T,heads,K], before feature map, rotary and normalisation, and the hidden state x [B,T,E]."""
+        """(read, write) gates [B,T,H] for q, k [B,T,heads,K], taken before feature map, rotary and norm, and the hidden state x [B,T,E]."""
         read = self._gate(q, x, self.read_weight) if self.read else None
         write = self._gate(k, x, self.write_weight) if self.write else None
         return read, write

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
+from headmax.layers.initialized import Initialized
 from headmax.ops.checks import compute_dtype
 from headmax.ops.registry import suggest
 
 OutputNormKind = Literal["head", "joint", "none"]
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Initialized):
     """y = weight * x / sqrt(mean(x^2) + eps), computed in float32."""
 
     def __init__(self, size: int, eps: float = 1e-6) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
+
+    def initial_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        yield self.weight, torch.ones_like(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(compute_dtype(x.dtype))

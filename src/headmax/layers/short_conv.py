@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headmax.layers.initialized import Initialized
 from headmax.ops.packing import Packing
 
 
-class ShortConvolution(nn.Module):
+class ShortConvolution(Initialized):
     """y_t = silu(Σ_i weight_i x_{t-width+1+i}), depthwise; the state is the last width - 1 inputs [batch, width - 1, channels]."""
 
     def __init__(self, channels: int, width: int) -> None:
@@ -17,7 +20,12 @@ class ShortConvolution(nn.Module):
         if width < 2:
             raise ValueError(f"conv_size: a short convolution spans at least 2 tokens, got {width}")
         self.width = width
-        self.weight = nn.Parameter(torch.empty(channels, width).uniform_(-(width**-0.5), width**-0.5))
+        self.weight = nn.Parameter(torch.empty(channels, width))
+        self.reset_parameters()
+
+    def initial_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        bound = self.width**-0.5
+        yield self.weight, torch.empty_like(self.weight).uniform_(-bound, bound)
 
     def forward(self, x: Tensor, state: Tensor | None = None, packing: Packing | None = None) -> tuple[Tensor, Tensor]:
         time = x.shape[1]

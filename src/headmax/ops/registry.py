@@ -40,4 +40,5 @@ def suggest(name: object, known: Iterable[str]) -> str:
 
 def no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Ops choose their own precision: float32 sums must not become bfloat16 products because autocast is on."""
-    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else contextlib.nullcontext()
+    on = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if on else contextlib.nullcontext()

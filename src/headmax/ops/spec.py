@@ -85,11 +85,32 @@ class Spec:
             made["cu_seqlens"] = Packing([0, *accumulate(case.lengths)], device=device)
         return made
 
+    def evaluate(self, inputs: Mapping[str, Any], function: Callable[..., tuple[Tensor, Any]], seed: int = 1) -> dict[str, Tensor]:
+        """Output `o`, final `state`, and `d_<name>`: the gradient of a random functional of both for every tensor argument."""
+        inputs = {name: x.detach().clone().requires_grad_() if isinstance(x, Tensor) else x for name, x in inputs.items()}
+        o, state = function(**inputs)
+        generator = torch.Generator().manual_seed(seed)
+        loss = torch.stack([(x * torch.randn(x.shape, generator=generator).to(x)).sum().double() for x in (o, state)]).sum()
+        leaves = {name: x for name, x in inputs.items() if isinstance(x, Tensor)}
+        gradients = torch.autograd.grad(loss, list(leaves.values()))
+        return {"o": o.detach(), "state": state.detach()} | {f"d_{name}": g for name, g in zip(leaves, gradients, strict=True)}
+
+    def oracle(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The same by the token-by-token recurrence in float64, on these inputs as they are rounded."""
+        wide = {name: x.double() if isinstance(x, Tensor) else x for name, x in inputs.items()}
+        return self.evaluate(wide, lambda **arguments: self.function(**arguments, return_state=True, backend="reference"))
+
     def bytes_moved(self, case: Case, itemsize: int) -> int:
         """The least traffic of the forward pass: every input read once, the output written once."""
         tokens = case.batch * case.time
         qkvo = tokens * 2 * (case.heads * case.key + case.out_heads * case.value)
         return qkvo * itemsize + 4 * self.extra_numbers(case)
+
+
+def distance(x: Tensor, y: Tensor) -> float:
+    """|x - y| / |y|; a NaN anywhere gives NaN, which is within no bound."""
+    x, y = x.detach().double().cpu(), y.detach().double().cpu()
+    return float((x - y).norm() / y.norm().clamp_min(1e-12))
 
 
 def draw_decay(case: Case, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

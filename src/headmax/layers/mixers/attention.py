@@ -37,11 +37,12 @@ def attention_mask(time: int, past: int, mask: Tensor | None, packing: Packing |
 class Attention(nn.Module):
     """softmax(q k^T / sqrt(d)) v per head, with rotary positions."""
 
-    def __init__(self, hidden_size: int, num_heads: int, *, head_dim: int | None = None) -> None:
+    def __init__(self, hidden_size: int, num_heads: int, *, head_dim: int | None = None, rotary_base: float = 10_000.0) -> None:
         super().__init__()
         self.head_dim = head_width("head_k_dim", head_dim, hidden_size, num_heads)
         if self.head_dim % 2:
             raise ValueError(f"head_k_dim must be even for rotary positions, got {self.head_dim}")
+        self.rotary_base = rotary_base
         width = num_heads * self.head_dim
         self.q_proj = nn.Linear(hidden_size, width, bias=False)
         self.k_proj = nn.Linear(hidden_size, width, bias=False)
@@ -64,7 +65,7 @@ class Attention(nn.Module):
             start = torch.arange(past, past + x.shape[1], device=x.device)
             positions = (start if packing is None else packing.positions)[None]
         q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        q, k = rotate(q, positions), rotate(k, positions)
+        q, k = rotate(q, positions, self.rotary_base), rotate(k, positions, self.rotary_base)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if state is not None:
             k, v = torch.cat([state.keys, k], dim=2), torch.cat([state.values, v], dim=2)

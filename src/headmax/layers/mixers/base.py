@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headmax.layers.head_gate import HeadGateConfig
+from headmax.layers.initialized import Initialized
 from headmax.layers.norm import OutputNorm, OutputNormKind
 from headmax.layers.short_conv import ShortConvolution
 from headmax.ops.packing import Packing
@@ -46,7 +46,7 @@ def head_width(name: str, width: int | None, total: int, num_heads: int) -> int:
     return total // num_heads
 
 
-class RecurrentMixer(nn.Module):
+class RecurrentMixer(Initialized):
     """Softmax-X of the paper: o = read_gate * X(q, k, write_gate * v), then norm, swish gate and output projection.
 
     A subclass says what X is (`recur`). With `head_gate=None` it is the plain backbone.
@@ -80,16 +80,13 @@ class RecurrentMixer(nn.Module):
         self.o_proj = nn.Linear(value, hidden_size, bias=False)
         self.convs = nn.ModuleList(ShortConvolution(width, conv_size) for width in (key, key, value)) if conv_size else None
         self.output_norm = OutputNorm(output_norm, self.num_v_heads, head_v_dim, norm_eps)
-        self.head_gate = head_gate and head_gate.build(hidden_size=hidden_size, num_heads=self.num_v_heads, head_dim=head_k_dim)
+        sizes = {"hidden_size": hidden_size, "num_heads": self.num_v_heads, "head_dim": head_k_dim}
+        self.head_gate = None if head_gate is None else head_gate.build(**sizes)
         self.read_after_norm = head_gate is not None and head_gate.read_position == "after_norm"
 
     def recur(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, **options: Any) -> tuple[Tensor, Tensor | None]:
         """The recurrence on q, k [B,T,H,K] and v [B,T,HV,V]; `options` are gates, state, packing and backend, for the op."""
         raise TypeError(f"{type(self).__name__} does not define a recurrence")
-
-    def initial_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Parameters of the mixer's own with what they start from."""
-        yield from ()
 
     def forward(
         self,
@@ -128,7 +125,9 @@ class RecurrentMixer(nn.Module):
         new_state = RecurrentState(recurrent, conv) if recurrent is not None else None
         return MixerOutput(self.o_proj(o), new_state, (read, write))
 
-    def project(self, x: Tensor, state: RecurrentState | None, packing: Packing | None) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
+    def project(
+        self, x: Tensor, state: RecurrentState | None, packing: Packing | None
+    ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
         """q, k, v by head, after the short convolution if there is one, and the convolution's new state."""
         projected = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
         conv: tuple[Tensor, ...] = ()

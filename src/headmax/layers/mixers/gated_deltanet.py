@@ -53,8 +53,7 @@ class GatedDeltaNet(RecurrentMixer):
         self.b_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
         self.A_log = nn.Parameter(torch.empty(self.num_v_heads))
         self.dt_bias = nn.Parameter(torch.empty(self.num_v_heads))
-        for parameter, value in self.initial_parameters():
-            parameter.data.copy_(value)
+        self.reset_parameters()
 
     def initial_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """A uniform in (0, 16); softplus(dt_bias) log-uniform in (0.001, 0.1), as Mamba-2 starts."""

@@ -29,6 +29,7 @@ class RetNet(RecurrentMixer):
         head_v_dim: int | None = None,
         conv_size: int | None = None,
         feature_map: FeatureMap = "identity",
+        rotary_base: float = 10_000.0,
         output_norm: OutputNormKind = "head",
         norm_eps: float = 1e-6,
         head_gate: HeadGateConfig | None = None,
@@ -48,6 +49,7 @@ class RetNet(RecurrentMixer):
         if self.head_k_dim % 2:
             raise ValueError(f"head_k_dim must be even for rotary positions, got {self.head_k_dim}")
         self.feature_map = make_feature_map(feature_map)
+        self.rotary_base = rotary_base
 
     def recur(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, **options: Any) -> tuple[Tensor, Tensor | None]:
         if positions is None:
@@ -55,6 +57,6 @@ class RetNet(RecurrentMixer):
                 raise ValueError("RetNet: positions must be given with a state, [batch or 1, time], counting from the sequence's start")
             packing = options["cu_seqlens"]
             positions = torch.arange(q.shape[1], device=q.device)[None] if packing is None else packing.positions[None]
-        q, k = rotate(self.feature_map(q), positions), rotate(self.feature_map(k), positions)
+        q, k = (rotate(self.feature_map(x), positions, self.rotary_base) for x in (q, k))
         head = torch.arange(self.num_heads, device=q.device, dtype=compute_dtype(q.dtype))
         return linear_attention(q, k, v, torch.log1p(-torch.exp2(-5 - head)), **options)

@@ -1,0 +1,1 @@
+"""Measurements, one file per question; results are records."""

@@ -1,0 +1,36 @@
+"""One layer: x + mixer(norm(x)), then x + mlp(norm(x))."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from headmax.layers.mixers import MixerOutput
+from headmax.layers.mlp import SwiGLU
+from headmax.layers.norm import RMSNorm
+from headmax.ops.packing import Packing
+
+
+class Block(GradientCheckpointingLayer):
+    def __init__(self, mixer: nn.Module, hidden_size: int, intermediate_size: int, norm_eps: float = 1e-6) -> None:
+        super().__init__()
+        self.mixer_norm = RMSNorm(hidden_size, norm_eps)
+        self.mixer = mixer
+        self.mlp_norm = RMSNorm(hidden_size, norm_eps)
+        self.mlp = SwiGLU(hidden_size, intermediate_size)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        state: tuple | None = None,
+        return_state: bool = False,
+        positions: Tensor | None = None,
+        packing: Packing | None = None,
+        mask: Tensor | None = None,
+    ) -> MixerOutput:
+        mixed, state, gates = self.mixer(
+            self.mixer_norm(x), state=state, return_state=return_state, positions=positions, packing=packing, mask=mask
+        )
+        x = x + mixed
+        return MixerOutput(x + self.mlp(self.mlp_norm(x)), state, gates)

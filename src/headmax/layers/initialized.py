@@ -1,0 +1,19 @@
+"""Modules that know what their own parameters start from, alone or inside a Hugging Face model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+
+class Initialized(nn.Module):
+    def initial_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """The parameters this module itself holds, each with a fresh initial value."""
+        yield from ()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        for parameter, value in self.initial_parameters():
+            parameter.copy_(value)

@@ -1,0 +1,13 @@
+"""One Hugging Face model for all mixers. Importing this registers it with the Auto classes."""
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from headmax.models.cache import HeadmaxCache
+from headmax.models.configuration import HeadmaxConfig
+from headmax.models.modeling import HeadmaxForCausalLM, HeadmaxModel, HeadmaxPreTrainedModel
+
+AutoConfig.register("headmax", HeadmaxConfig, exist_ok=True)
+AutoModel.register(HeadmaxConfig, HeadmaxModel, exist_ok=True)
+AutoModelForCausalLM.register(HeadmaxConfig, HeadmaxForCausalLM, exist_ok=True)
+
+__all__ = ["HeadmaxCache", "HeadmaxConfig", "HeadmaxForCausalLM", "HeadmaxModel", "HeadmaxPreTrainedModel"]

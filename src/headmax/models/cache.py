@@ -1,0 +1,81 @@
+"""What a model remembers between calls: one state per layer, of constant size for recurrent layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+class StateLayer(CacheLayerMixin):
+    """A layer's state, whatever tuple of tensors its mixer hands over, sequences along the first axis."""
+
+    is_sliding = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state: tuple | None = None
+        self.seen = 0
+
+    def advance(self, state: tuple | None, tokens: int) -> None:
+        self.state = state
+        self.seen += tokens
+        self.is_initialized = True
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> None:
+        if self.state is not None:
+            self.state = tree_map_only(Tensor, function, self.state)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._map(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._map(lambda x: x[indices])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._map(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def reset(self) -> None:
+        self.state, self.seen, self.is_initialized = None, 0, False
+
+    def offload(self) -> None:
+        self._map(lambda x: x.to("cpu", non_blocking=True))
+
+    def crop(self, *args: Any) -> None:
+        raise ValueError("a recurrent state cannot be cropped: it holds the whole past in one tensor")
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.seen + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        raise TypeError("headmax layers store their state with `advance`")
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        raise TypeError("headmax layers store their state with `advance`")
+
+
+class HeadmaxCache(Cache):
+    """The states of all layers: recurrent state and convolution state, or keys and values for attention layers."""
+
+    def __init__(self, num_layers: int) -> None:
+        self.layers: list[StateLayer]  # type: ignore[assignment]
+        super().__init__(layers=[StateLayer() for _ in range(num_layers)])
+
+    def nbytes(self) -> int:
+        """The memory all states take."""
+        sizes: list[int] = []
+        for layer in self.layers:
+            tree_map_only(torch.Tensor, lambda x: sizes.append(x.nbytes), layer.state)
+        return sum(sizes)

@@ -1,0 +1,124 @@
+"""The one place that maps a model to and from JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from headmax.layers import MIXERS, HeadGateConfig
+from headmax.layers.mlp import swiglu_width
+from headmax.ops.registry import suggest
+
+
+class HeadmaxConfig(PreTrainedConfig):
+    """A model of any mixer, with or without head gates. Fields left at None take the mixer's own default."""
+
+    model_type = "headmax"
+    keys_to_ignore_at_inference = ["past_key_values"]
+    attribute_map = {"num_attention_heads": "num_heads"}
+
+    mixer: str | list[str] = "gla"
+    """"linear", "retnet", "gla", "gated_deltanet", "attention", or a list with one entry per layer."""
+    hidden_size: int = 1024
+    num_hidden_layers: int = 24
+    num_heads: int = 4
+    vocab_size: int = 32_000
+    head_gate: HeadGateConfig | dict | None = None
+    """The softmax over heads; None is the plain backbone."""
+    head_k_dim: int | None = None
+    """Width of a head's query and key. Default: hidden_size / heads, half of that for GLA and Gated DeltaNet."""
+    head_v_dim: int | None = None
+    """Width of a head's value. Default: hidden_size / heads, twice that for RetNet."""
+    num_v_heads: int | None = None
+    """More value heads than key heads (Gated DeltaNet)."""
+    mlp_ratio: float | None = None
+    """SwiGLU width before the usual two thirds, over hidden_size. Default 4, RetNet 2."""
+    intermediate_size: int | None = None
+    """SwiGLU width itself; overrides mlp_ratio."""
+    conv_size: int | None = None
+    """Width of the short convolution on q, k and v; 0 for none. Default: 4 for Gated DeltaNet, none elsewhere."""
+    feature_map: str | None = None
+    """On q and k of linear, RetNet and GLA: "identity" (default), "relu", "elu", "silu", "softmax"."""
+    output_norm: str = "head"
+    """Norm of the read-out: "head" as the backbones have it, "joint", "none"."""
+    norm_eps: float = 1e-6
+    rotary_base: float = 10_000.0
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = True
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 2
+    backend: str = "auto"
+    """Which implementation of the ops to run."""
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        fields = {field.name for field in dataclasses.fields(HeadmaxConfig)}
+        for name in kwargs:  # Hugging Face would keep a misspelt field as an attribute that nothing reads
+            if close := difflib.get_close_matches(name, fields, n=1, cutoff=0.8):
+                raise ValueError(f"HeadmaxConfig: unknown field {name!r}; did you mean {close[0]!r}?")
+        if isinstance(self.head_gate, dict):
+            self.head_gate = HeadGateConfig(**self.head_gate)
+        self._check()
+        super().__post_init__(**kwargs)
+
+    def _check(self) -> None:
+        for name in ("hidden_size", "num_hidden_layers", "num_heads", "vocab_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"HeadmaxConfig: {name} must be a positive integer, got {value!r}")
+        names = [self.mixer] if isinstance(self.mixer, str) else list(self.mixer)
+        for name in names:
+            if name not in MIXERS:
+                raise ValueError(f"HeadmaxConfig: unknown mixer {name!r}{suggest(name, MIXERS)}")
+        if not isinstance(self.mixer, str) and len(names) != self.num_hidden_layers:
+            raise ValueError(f"HeadmaxConfig: mixer lists {len(names)} layers, num_hidden_layers is {self.num_hidden_layers}")
+        if not isinstance(self.head_gate, HeadGateConfig | None):
+            raise ValueError(f"HeadmaxConfig: head_gate must be a HeadGateConfig, a dict of its fields or None, got {self.head_gate!r}")
+        present = set(names)
+        for field, users in (
+            ("head_gate", set(MIXERS) - {"attention"}),
+            ("num_v_heads", {"gated_deltanet"}),
+            ("feature_map", {"linear", "retnet", "gla"}),
+            ("head_v_dim", set(MIXERS) - {"attention"}),
+            ("conv_size", set(MIXERS) - {"attention"}),
+        ):
+            if getattr(self, field) is not None and not present & users:
+                raise ValueError(f"HeadmaxConfig: {field} has no use in a model of {', '.join(sorted(present))} layers; leave it None")
+
+    @property
+    def mixers(self) -> list[str]:
+        """The mixer of each layer."""
+        return [self.mixer] * self.num_hidden_layers if isinstance(self.mixer, str) else list(self.mixer)
+
+    def mixer_arguments(self, name: str) -> dict[str, Any]:
+        """The plain arguments of a mixer of that name in this model."""
+        arguments: dict[str, Any] = {"hidden_size": self.hidden_size, "num_heads": self.num_heads}
+        if name == "attention":
+            only = set(self.mixers) == {"attention"}
+            return arguments | {"head_dim": self.head_k_dim if only else None, "rotary_base": self.rotary_base}
+        shared = ("head_k_dim", "head_v_dim", "output_norm", "norm_eps", "head_gate", "backend")
+        arguments |= {field: getattr(self, field) for field in shared}
+        if self.conv_size is not None:
+            arguments["conv_size"] = self.conv_size or None
+        if self.feature_map is not None and name != "gated_deltanet":
+            arguments["feature_map"] = self.feature_map
+        if name == "gated_deltanet":
+            arguments["num_v_heads"] = self.num_v_heads
+        if name == "retnet":
+            arguments["rotary_base"] = self.rotary_base
+        return arguments
+
+    def mlp_width(self, name: str) -> int:
+        """SwiGLU width beside a mixer of that name."""
+        ratio = self.mlp_ratio if self.mlp_ratio is not None else (2.0 if name == "retnet" else 4.0)
+        return self.intermediate_size or swiglu_width(self.hidden_size, ratio)
+
+    def to_dict(self) -> dict[str, Any]:
+        output = super().to_dict()
+        if isinstance(self.head_gate, HeadGateConfig):
+            output["head_gate"] = dataclasses.asdict(self.head_gate)
+        return output

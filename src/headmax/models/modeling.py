@@ -1,0 +1,210 @@
+"""One model for all mixers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers import initialization as init
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
+
+from headmax.layers import MIXERS
+from headmax.layers.block import Block
+from headmax.layers.initialized import Initialized
+from headmax.layers.mixers.attention import attention_mask as make_attention_mask
+from headmax.layers.norm import RMSNorm
+from headmax.models.cache import HeadmaxCache
+from headmax.models.configuration import HeadmaxConfig
+from headmax.ops.checks import check_packing
+from headmax.ops.packing import Packing
+
+Gates = tuple[tuple[Tensor | None, Tensor | None] | None, ...]
+
+
+@dataclass
+class HeadmaxModelOutput(BaseModelOutputWithPast):
+    gates: Gates | None = None
+    """One (read, write) pair per layer, each [batch, time, heads]; None for attention layers."""
+
+
+@dataclass
+class HeadmaxCausalLMOutput(CausalLMOutputWithPast):
+    gates: Gates | None = None
+    """One (read, write) pair per layer, each [batch, time, heads]; None for attention layers."""
+
+
+class HeadmaxPreTrainedModel(PreTrainedModel):
+    config: HeadmaxConfig
+    config_class = HeadmaxConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["Block"]
+    _supports_sdpa = True
+    _is_stateful = True  # a recurrent state cannot be rolled back, so Hugging Face refuses assisted decoding by this model's name
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            init.normal_(module.weight, std=self.config.initializer_range)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                init.zeros_(module.bias)
+        elif isinstance(module, Initialized):
+            for parameter, value in module.initial_parameters():
+                init.copy_(parameter, value)
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False  # the model makes its own HeadmaxCache
+
+
+class HeadmaxModel(HeadmaxPreTrainedModel):
+    """Embedding, blocks, final norm."""
+
+    def __init__(self, config: HeadmaxConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.layers = nn.ModuleList(
+            Block(MIXERS[name](**config.mixer_arguments(name)), config.hidden_size, config.mlp_width(name), config.norm_eps)
+            for name in config.mixers
+        )
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.uses_attention = [name == "attention" for name in config.mixers]
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: HeadmaxCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        cu_seqlens: Tensor | Packing | None = None,
+        return_gates: bool = False,
+        output_hidden_states: bool | None = None,
+        **kwargs: Any,
+    ) -> HeadmaxModelOutput:
+        """`cu_seqlens`, or `position_ids` that restart at 0 in a batch of one, pack sequences: nothing crosses their boundaries."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if past_key_values is not None and not isinstance(past_key_values, HeadmaxCache):
+            raise ValueError(f"past_key_values must be a HeadmaxCache, got {type(past_key_values).__name__}")
+        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        packing = self._packing(x, past, position_ids, use_cache, cu_seqlens)
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training and packing is None
+        if use_cache and past_key_values is None:
+            past_key_values = HeadmaxCache(self.config.num_hidden_layers)
+
+        time = x.shape[1]
+        if position_ids is None:
+            position_ids = (torch.arange(past, past + time, device=x.device) if packing is None else packing.positions)[None]
+        mask, full_mask = self._masks(x, past, attention_mask, packing)
+        gates: list = []
+        hidden_states: list = []
+        for n, (block, attends) in enumerate(zip(self.layers, self.uses_attention, strict=True)):
+            if output_hidden_states:
+                hidden_states.append(x)
+            layer = None if past_key_values is None else past_key_values.layers[n]
+            x, state, gate = block(
+                x,
+                state=layer and layer.state,
+                return_state=use_cache,
+                positions=position_ids,
+                packing=packing,
+                mask=full_mask if attends else mask,
+            )
+            gates.append(gate)
+            if layer is not None and use_cache:
+                layer.advance(state, time)
+        x = self.norm(x)
+        return HeadmaxModelOutput(
+            last_hidden_state=x,
+            past_key_values=past_key_values if use_cache else None,
+            hidden_states=(*hidden_states, x) if output_hidden_states else None,
+            gates=tuple(gates) if return_gates else None,
+        )
+
+    def _packing(
+        self, x: Tensor, past: int, position_ids: Tensor | None, use_cache: bool | None, cu_seqlens: Tensor | Packing | None
+    ) -> Packing | None:
+        packing = check_packing("HeadmaxModel", cu_seqlens, x.shape[0], x.shape[1])
+        if packing is None and position_ids is not None and x.shape[0] == 1 and past == 0 and not use_cache:
+            packing = Packing.from_positions(position_ids)
+        if packing is not None and (use_cache or past):
+            raise ValueError("packed sequences leave no single state to continue from: pass use_cache=False and no past_key_values")
+        return packing
+
+    def _masks(self, x: Tensor, past: int, attention_mask: Tensor | None, packing: Packing | None) -> tuple[Tensor | None, Tensor | None]:
+        """The padding of these tokens [batch, time] for recurrent layers, and the mask of attention layers."""
+        batch, time, _ = x.shape
+        if attention_mask is not None:
+            if attention_mask.ndim != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] not in (time, past + time):
+                raise ValueError(f"attention_mask must be [batch, seen + time] = {[batch, past + time]}, got {list(attention_mask.shape)}")
+            if not torch.compiler.is_compiling() and attention_mask.all():
+                attention_mask = None
+        if not any(self.uses_attention):
+            return None if attention_mask is None else attention_mask[:, -time:], None
+        if attention_mask is not None and attention_mask.shape[1] != past + time:
+            raise ValueError(f"attention_mask must cover the cache too, [batch, seen + time] = {[batch, past + time]}")
+        full_mask = make_attention_mask(time, past, attention_mask, packing, x.device)
+        return None if attention_mask is None else attention_mask[:, -time:], full_mask
+
+
+class HeadmaxForCausalLM(HeadmaxPreTrainedModel, GenerationMixin):
+    """The language model: `model(input_ids, labels=...)`, `model.generate(...)`, and all else a Hugging Face causal LM does."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: HeadmaxConfig) -> None:
+        super().__init__(config)
+        self.model = HeadmaxModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: HeadmaxCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        cu_seqlens: Tensor | Packing | None = None,
+        return_gates: bool = False,
+        output_hidden_states: bool | None = None,
+        **kwargs: Any,
+    ) -> HeadmaxCausalLMOutput:
+        output = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            cu_seqlens=cu_seqlens,
+            return_gates=return_gates,
+            output_hidden_states=output_hidden_states,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(output.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return HeadmaxCausalLMOutput(
+            loss=loss,
+            logits=logits,
+            past_key_values=output.past_key_values,
+            hidden_states=output.hidden_states,
+            gates=output.gates,
+        )

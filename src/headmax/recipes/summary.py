@@ -1,0 +1,35 @@
+"""What a recipe's model weighs: parameters, gate parameters, and the state it carries per sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from headmax.layers import HeadGate
+from headmax.models import HeadmaxForCausalLM
+from headmax.recipes.language import Recipe
+
+
+@dataclass(frozen=True)
+class Summary:
+    parameters: int
+    """All, tied embeddings counted once."""
+    body_parameters: int
+    """Without embeddings."""
+    gate_parameters: int
+    state_bytes: int
+    """Per sequence for recurrent layers, per token of context for attention; bfloat16 weights, float32 recurrent states."""
+    grows: bool
+    """Whether the state grows with every token (attention)."""
+
+
+def summarize(recipe: Recipe) -> Summary:
+    """Counted on the meta device: the model is built and run on one token without memory or arithmetic."""
+    with torch.device("meta"):
+        model = HeadmaxForCausalLM(recipe.model).bfloat16().eval()
+        cache = model(torch.zeros(1, 1, dtype=torch.int64), use_cache=True).past_key_values
+    parameters = sum(p.numel() for p in model.parameters())
+    embeddings = {id(w): w.numel() for w in (model.get_input_embeddings().weight, model.get_output_embeddings().weight)}
+    gates = sum(p.numel() for module in model.modules() if isinstance(module, HeadGate) for p in module.parameters())
+    return Summary(parameters, parameters - sum(embeddings.values()), gates, cache.nbytes(), "attention" in recipe.model.mixers)

@@ -1,0 +1,90 @@
+"""Every measured number is one record, one JSON line, the same shape everywhere."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import subprocess
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+"""Where the repository keeps what was measured."""
+
+
+@dataclass(frozen=True)
+class Record:
+    suite: str
+    case: str
+    impl: str
+    metric: str
+    value: float
+    unit: str
+    device: str
+    commit: str
+    date: str
+    seed: int | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+class Recorder:
+    """Makes the records of one run on one device, at one commit, on one day."""
+
+    def __init__(self, suite: str, device: torch.device | str) -> None:
+        self.suite = suite
+        self.device = describe_device(torch.device(device))
+        self.commit = current_commit()
+        self.date = datetime.datetime.now(datetime.UTC).date().isoformat()
+
+    def __call__(self, case: str, impl: str, metric: str, value: float, unit: str, seed: int | None = None, **extra: Any) -> Record:
+        return Record(self.suite, case, impl, metric, value, unit, self.device, self.commit, self.date, seed, extra)
+
+
+def describe_device(device: torch.device) -> str:
+    """The GPU's name, or the processor's with the number of threads in use."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    name = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    return f"{name}, {torch.get_num_threads()} threads"
+
+
+def current_commit() -> str:
+    """The commit of the working tree, with + if it was changed since; the version of an installed package."""
+    here = Path(__file__).resolve().parent
+    try:
+        commit = subprocess.run(
+            ["git", "rev-parse", "--short=12", "HEAD"], cwd=here, capture_output=True, text=True, check=True
+        ).stdout.strip()
+        changed = subprocess.run(["git", "status", "--porcelain", "--", "."], cwd=here, capture_output=True, text=True, check=True).stdout
+        return commit + "+" * bool(changed)
+    except (OSError, subprocess.CalledProcessError):
+        from headmax import __version__
+
+        return f"v{__version__}"
+
+
+def append(path: Path, records: Iterable[Record]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        for record in records:
+            file.write(json.dumps(asdict(record)) + "\n")
+
+
+def read(path: Path) -> Iterator[Record]:
+    """The records of a file; none if there is no such file."""
+    if path.exists():
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            try:
+                yield Record(**json.loads(line))
+            except (TypeError, json.JSONDecodeError) as error:
+                raise ValueError(f"{path}:{number}: not a record: {error}") from error

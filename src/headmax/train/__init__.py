@@ -1,0 +1,5 @@
+"""Training."""
+
+from headmax.train.config import TrainConfig
+
+__all__ = ["TrainConfig"]

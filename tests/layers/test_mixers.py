@@ -1,0 +1,234 @@
+"""The mixers as drop-in modules: state, packing, padding, and gates that do what they say."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from headmax import HeadGateConfig, Packing
+from headmax.layers import MIXERS
+from headmax.layers.feature_map import FEATURE_MAPS
+from headmax.layers.mixers import RecurrentMixer
+from headmax.layers.norm import OutputNorm
+from headmax.layers.rotary import rotate
+from headmax.layers.short_conv import ShortConvolution
+
+RECURRENT = [name for name in MIXERS if name != "attention"]
+WIDTH = 32
+
+
+def make(name: str, **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    if name != "attention":
+        options = {"conv_size": 4, "head_gate": HeadGateConfig(init_std=1.0)} | options
+    return MIXERS[name](WIDTH, 4, **options).double().requires_grad_(False)
+
+
+def hidden(batch: int, time: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(batch, time, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def close(x: torch.Tensor, y: torch.Tensor, tolerance: float = 1e-12) -> bool:
+    return bool((x - y).abs().max() <= tolerance)
+
+
+@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("at", [1, 2, 5, 19])
+def test_state_hand_over(name: str, at: int) -> None:
+    mixer, x = make(name), hidden(2, 20)
+    positions = torch.arange(20)[None]
+    whole = mixer(x, return_state=True)
+    first = mixer(x[:, :at], return_state=True, positions=positions[:, :at])
+    second = mixer(x[:, at:], state=first.state, return_state=True, positions=positions[:, at:])
+    assert close(torch.cat([first.hidden, second.hidden], 1), whole.hidden)
+    for x, y in zip(_leaves(second.state), _leaves(whole.state), strict=True):
+        assert close(x, y)
+
+
+def _leaves(state: Any) -> list[torch.Tensor]:
+    return torch.utils._pytree.tree_leaves(state)
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_token_by_token_equals_one_pass(name: str) -> None:
+    mixer, x, state, outputs = make(name), hidden(2, 9), None, []
+    for t in range(9):
+        output, state, _ = mixer(x[:, t : t + 1], state=state, return_state=True, positions=torch.tensor([[t]]))
+        outputs.append(output)
+    assert close(torch.cat(outputs, 1), mixer(x).hidden)
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_packing_equals_separate_sequences(name: str) -> None:
+    mixer, lengths = make(name), [1, 2, 70, 3]
+    pieces = [hidden(1, length, seed) for seed, length in enumerate(lengths)]
+    packed = mixer(torch.cat(pieces, 1), packing=Packing([0, 1, 3, 73, 76])).hidden
+    assert close(packed, torch.cat([mixer(piece).hidden for piece in pieces], 1))
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_left_padding_leaves_no_trace(name: str) -> None:
+    mixer, x = make(name), hidden(1, 12)
+    padded = torch.cat([hidden(1, 5, seed=9), x], 1)
+    mask = torch.tensor([[0] * 5 + [1] * 12])
+    assert close(mixer(padded, mask=mask).hidden[:, 5:], mixer(x).hidden, 1e-10)
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_causal(name: str) -> None:
+    mixer, x = make(name), hidden(1, 20)
+    changed = torch.cat([x[:, :11], hidden(1, 9, seed=3)], 1)
+    assert close(mixer(x).hidden[:, :11], mixer(changed).hidden[:, :11])
+
+
+@pytest.mark.parametrize("source", ["head", "hidden_heads", "hidden"])
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid", "uniform"])
+@pytest.mark.parametrize("name", RECURRENT)
+def test_every_kind_starts_from_the_same_mean_and_sums_to_its_scale(name: str, kind: str, source: str) -> None:
+    for scale, total in ((1.0, 1.0), ("heads", 4.0)):
+        gate = HeadGateConfig(kind=kind, source=source, scale=scale, init_std=0.0)  # type: ignore[arg-type]
+        read, write = make(name, head_gate=gate)(hidden(2, 7)).gates
+        for g in (read, write):
+            assert g.shape == (2, 7, 4)
+            assert close(g, torch.full_like(g, total / 4))
+    gate = HeadGateConfig(kind=kind, source=source, init_std=1.0)  # type: ignore[arg-type]
+    read, write = make(name, head_gate=gate)(hidden(2, 7)).gates
+    sums_to_one = close(read.sum(-1), torch.ones(2, 7)) and close(write.sum(-1), torch.ones(2, 7))
+    assert sums_to_one == (kind != "sigmoid")
+
+
+PLACEMENTS = [
+    ("query", "head"),
+    ("query", "joint"),
+    ("query", "none"),
+    ("after_norm", "head"),
+    ("after_norm", "joint"),
+    ("after_norm", "none"),
+]
+
+
+def effect(name: str, gate: HeadGateConfig, **options: Any) -> float:
+    """How much the layer's output changes from frozen uniform gates to these, the other weights being the same."""
+    gated, uniform = make(name, head_gate=gate, **options), make(name, head_gate=replace(gate, kind="uniform"), **options)
+    assert not uniform.load_state_dict(gated.state_dict(), strict=False).missing_keys
+    x = hidden(1, 30)
+    return float((gated(x).hidden - uniform(x).hidden).norm() / uniform(x).hidden.norm())
+
+
+@pytest.mark.parametrize(("read_position", "output_norm"), PLACEMENTS)
+@pytest.mark.parametrize("name", RECURRENT)
+def test_each_gate_changes_the_output_at_each_placement(name: str, read_position: Any, output_norm: str) -> None:
+    for read, write in ((True, False), (False, True)):
+        gate = HeadGateConfig(read=read, write=write, read_position=read_position, init_std=2.0)
+        assert effect(name, gate, output_norm=output_norm, norm_eps=1e-5) > 0.03
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_the_literal_read_gate_acts_through_eps_alone(name: str) -> None:
+    """Take eps away and a per-head norm leaves nothing of it; after the norm, or under a joint one, it stays."""
+    literal, after = HeadGateConfig(write=False, init_std=2.0), HeadGateConfig(write=False, init_std=2.0, read_position="after_norm")
+    assert effect(name, literal, norm_eps=1e-30) < 1e-9
+    assert effect(name, after, norm_eps=1e-30) > 0.03
+    assert effect(name, literal, norm_eps=1e-30, output_norm="joint") > 0.03
+
+
+def test_a_per_head_norm_divides_the_literal_read_gate_out() -> None:
+    """RMSNorm(G o) = o / sqrt(mean(o^2) + eps / G^2): a smaller gate acts as a larger eps, and as nothing else."""
+    norm = OutputNorm("head", num_heads=4, head_dim=8, eps=1e-3).double()
+    o, gate = torch.randn(2, 5, 4, 8, dtype=torch.float64), torch.rand(2, 5, 4, 1, dtype=torch.float64)
+    expected = o / (o.square().mean(-1, keepdim=True) + 1e-3 / gate**2).sqrt()
+    assert close(norm(gate * o), expected)
+    tiny = OutputNorm("head", num_heads=4, head_dim=8, eps=1e-30).double()
+    assert close(tiny(gate * o), tiny(o))
+    joint = OutputNorm("joint", num_heads=4, head_dim=8, eps=1e-30).double()
+    assert not close(joint(gate * o), joint(o), 1e-2)
+
+
+def test_more_value_heads_than_key_heads() -> None:
+    mixer = make("gated_deltanet", num_v_heads=8, head_v_dim=6)
+    output = mixer(hidden(2, 11), return_state=True)
+    assert output.gates[0].shape == (2, 11, 8)
+    assert output.state.recurrent.shape == (2, 8, 4, 6)
+    with pytest.raises(ValueError, match="num_v_heads must be a multiple of num_heads 4, got 6"):
+        make("gated_deltanet", num_v_heads=6, head_v_dim=4)
+
+
+@pytest.mark.parametrize("name", FEATURE_MAPS)
+def test_feature_maps(name: str) -> None:
+    output = make("linear", feature_map=name)(hidden(1, 5)).hidden
+    assert output.isfinite().all()
+    phi = FEATURE_MAPS[name](torch.tensor([-2.0, 0.0, 3.0]))
+    expected = {
+        "identity": [-2.0, 0.0, 3.0],
+        "relu": [0.0, 0.0, 3.0],
+        "elu": [0.135335, 1.0, 4.0],
+        "silu": [-0.238406, 0.0, 2.857722],
+        "softmax": [0.006377, 0.047123, 0.946500],
+    }
+    torch.testing.assert_close(phi, torch.tensor(expected[name]), atol=1e-5, rtol=0)
+
+
+def test_short_convolution_is_a_causal_convolution() -> None:
+    conv = ShortConvolution(6, 4).double()
+    x = torch.randn(2, 9, 6, dtype=torch.float64)
+    y, state = conv(x)
+    padded = nn.functional.pad(x.transpose(1, 2), (3, 0))
+    expected = nn.functional.silu(nn.functional.conv1d(padded, conv.weight[:, None], groups=6)).transpose(1, 2)
+    assert close(y, expected)
+    assert torch.equal(state, x[:, -3:])
+
+
+def test_rotary_depends_on_distance_only() -> None:
+    q, k = torch.randn(1, 1, 1, 8, dtype=torch.float64), torch.randn(1, 1, 1, 8, dtype=torch.float64)
+
+    def product(i: int, j: int) -> torch.Tensor:
+        return (rotate(q, torch.tensor([[i]])) * rotate(k, torch.tensor([[j]]))).sum()
+
+    assert close(product(7, 3), product(104, 100))
+    assert not close(product(7, 3), product(7, 4), 1e-6)
+    assert close(rotate(q, torch.tensor([[0]])), q)
+
+
+def test_errors_name_the_setting() -> None:
+    with pytest.raises(ValueError, match="unknown kind 'softmx'; did you mean 'softmax'"):
+        HeadGateConfig(kind="softmx")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="unknown source 'query'; known: 'head', 'hidden_heads', 'hidden'"):
+        HeadGateConfig(source="query")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="read and write are both False"):
+        HeadGateConfig(read=False, write=False)
+    with pytest.raises(ValueError, match="temperature must be positive, got 0"):
+        HeadGateConfig(temperature=0)
+    with pytest.raises(ValueError, match="scale must be a positive number or 'heads', got 'head'"):
+        HeadGateConfig(scale="head")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="output_norm: unknown 'heads'; did you mean 'head'"):
+        make("gla", output_norm="heads")
+    with pytest.raises(ValueError, match="feature_map: unknown 'rellu'; did you mean 'relu'"):
+        make("linear", feature_map="rellu")
+    with pytest.raises(ValueError, match="num_heads must be at least 1, got -4"):
+        MIXERS["gla"](WIDTH, -4)
+    with pytest.raises(ValueError, match="head_v_dim: 32 channels do not split over 5 heads"):
+        MIXERS["gla"](WIDTH, 5, head_k_dim=4)
+    with pytest.raises(ValueError, match="conv_size: a short convolution spans at least 2 tokens, got 1"):
+        make("gla", conv_size=1)
+    with pytest.raises(ValueError, match="source 'hidden_heads' splits hidden_size 32 over 3 heads"):
+        MIXERS["gla"](WIDTH, 3, head_k_dim=4, head_v_dim=4, head_gate=HeadGateConfig(source="hidden_heads"))
+    retnet, x = make("retnet"), hidden(1, 3)
+    state = retnet(x, return_state=True).state
+    with pytest.raises(ValueError, match="RetNet: positions must be given with a state"):
+        retnet(x, state=state)
+
+
+def test_a_recurrence_must_be_defined() -> None:
+    with pytest.raises(TypeError, match="does not define a recurrence"):
+        RecurrentMixer(WIDTH, 4, head_k_dim=4, head_v_dim=4)(torch.randn(1, 2, WIDTH))
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_gradients_reach_every_parameter(name: str) -> None:
+    mixer = make(name, norm_eps=1e-2).requires_grad_()
+    mixer(hidden(2, 12)).hidden.square().sum().backward()
+    for key, parameter in mixer.named_parameters():
+        assert parameter.grad is not None, key
+        assert parameter.grad.abs().max() > 0, key

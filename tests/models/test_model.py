@@ -1,0 +1,275 @@
+"""The one model: counts, cache, generation, packing, padding, checkpoints, compilation."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorWithFlattening, DynamicCache
+
+from headmax import HeadGateConfig, HeadmaxCache, HeadmaxConfig, HeadmaxForCausalLM, Packing
+
+GATE = HeadGateConfig(init_std=1.0)
+MODELS: dict[str, dict[str, Any]] = {
+    "linear": {"mixer": "linear", "head_gate": GATE, "feature_map": "elu"},
+    "retnet": {"mixer": "retnet", "head_gate": GATE},
+    "gla": {"mixer": "gla", "head_gate": GATE, "conv_size": 4},
+    "gated_deltanet": {"mixer": "gated_deltanet", "head_gate": GATE, "num_v_heads": 8},
+    "attention": {"mixer": "attention"},
+    "hybrid": {"mixer": ["gla", "attention", "gated_deltanet"], "head_gate": GATE, "num_hidden_layers": 3},
+}
+
+
+def make(name: str, **changes: Any) -> HeadmaxForCausalLM:
+    torch.manual_seed(0)
+    settings = {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "vocab_size": 60, "initializer_range": 0.3, "pad_token_id": 0}
+    return HeadmaxForCausalLM(HeadmaxConfig(**settings | MODELS[name] | changes)).eval()
+
+
+def tokens(batch: int, time: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, 60, (batch, time), generator=torch.Generator().manual_seed(seed))
+
+
+def close(x: torch.Tensor, y: torch.Tensor, tolerance: float = 2e-5) -> bool:
+    return bool((x - y).abs().max() <= tolerance * y.abs().max())
+
+
+everywhere = pytest.mark.parametrize("name", MODELS)
+
+
+@pytest.mark.parametrize(
+    ("mixer", "parameters", "gate_parameters"),
+    [
+        ("attention", 341_099_520, None),
+        ("retnet", 347_403_264, 49_152),
+        ("gla", 341_707_776, 24_576),
+        ("gated_deltanet", 341_499_072, 24_576),
+    ],
+)
+def test_parameter_counts_of_the_paper(mixer: str, parameters: int, gate_parameters: int | None) -> None:
+    def count(**options: Any) -> int:
+        with torch.device("meta"):
+            return sum(p.numel() for p in HeadmaxForCausalLM(HeadmaxConfig(mixer=mixer, **options)).parameters())
+
+    assert count() == parameters
+    if gate_parameters is not None:
+        assert count(head_gate=HeadGateConfig()) == parameters + gate_parameters
+        assert count(head_gate=HeadGateConfig(source="hidden_heads")) == parameters + 49_152
+        assert count(head_gate=HeadGateConfig(kind="uniform")) == parameters
+
+
+@everywhere
+@pytest.mark.parametrize("at", [1, 7])
+def test_cache_continues_where_it_stopped(name: str, at: int) -> None:
+    model, ids = make(name), tokens(2, 12)
+    with torch.no_grad():
+        whole = model(ids).logits
+        first = model(ids[:, :at], use_cache=True)
+        second = model(ids[:, at:], past_key_values=first.past_key_values, use_cache=True)
+    assert close(torch.cat([first.logits, second.logits], 1), whole)
+    assert second.past_key_values.get_seq_length() == 12
+
+
+def from_scratch(model: HeadmaxForCausalLM, ids: torch.Tensor, steps: int) -> torch.Tensor:
+    """Greedy tokens, each from a full pass without a cache or padding."""
+    for _ in range(steps):
+        with torch.no_grad():
+            ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+    return ids
+
+
+@everywhere
+def test_greedy_generation_of_unequal_left_padded_prompts_equals_recomputing(name: str) -> None:
+    model = make(name, eos_token_id=None)
+    prompts = [tokens(1, length, seed=length) for length in (3, 9, 6)]
+    padded = torch.cat([torch.nn.functional.pad(prompt, (9 - prompt.shape[1], 0)) for prompt in prompts])
+    generated = model.generate(padded, attention_mask=(padded != 0).long(), max_new_tokens=12, do_sample=False)
+    for row, prompt in zip(generated, prompts, strict=True):
+        expected = from_scratch(model, prompt, 12)[0]
+        assert row[9:].tolist() == expected[prompt.shape[1] :].tolist()
+
+
+@everywhere
+def test_beam_search_with_cache_equals_without(name: str) -> None:
+    model, ids = make(name), tokens(2, 5)
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "num_beams": 4, "do_sample": False}
+    assert model.generate(ids, **options).tolist() == model.generate(ids, use_cache=False, **options).tolist()
+
+
+def test_sampling_several_sequences_and_continuing_a_cache() -> None:
+    model, ids = make("gla"), tokens(1, 5)
+    ones = torch.ones_like(ids)
+    assert model.generate(ids, attention_mask=ones, max_new_tokens=3, do_sample=True, num_return_sequences=3).shape == (3, 8)
+    cache = model(ids[:, :3], use_cache=True).past_key_values
+    continued = model.generate(ids, attention_mask=ones, past_key_values=cache, max_new_tokens=4, do_sample=False)
+    assert continued.tolist() == model.generate(ids, attention_mask=ones, max_new_tokens=4, do_sample=False).tolist()
+
+
+def test_assisted_decoding_is_refused_by_name() -> None:
+    model = make("gla")
+    with pytest.raises(ValueError, match="assisted generation is not supported with stateful models, such as HeadmaxForCausalLM"):
+        model.generate(tokens(1, 5), attention_mask=torch.ones(1, 5), assistant_model=make("gla"), max_new_tokens=3)
+
+
+@everywhere
+def test_packed_sequences_do_not_see_each_other(name: str) -> None:
+    model = make(name)
+    pieces = [tokens(1, length, seed=length) for length in (5, 1, 9)]
+    packed = torch.cat(pieces, 1)
+    with torch.no_grad():
+        expected = torch.cat([model(piece).logits for piece in pieces], 1)
+        assert close(model(packed, cu_seqlens=torch.tensor([0, 5, 6, 15])).logits, expected)
+        assert close(model(packed, cu_seqlens=Packing([0, 5, 6, 15])).logits, expected)
+        batch = DataCollatorWithFlattening(return_tensors="pt")([{"input_ids": piece[0].tolist()} for piece in pieces])
+        output = model(**batch)
+    assert close(output.logits, expected)
+    losses = torch.nn.functional.cross_entropy(expected[0, :-1], batch["labels"][0, 1:], ignore_index=-100)
+    assert close(output.loss, losses)
+
+
+@everywhere
+def test_save_and_reload_through_the_auto_classes(name: str, tmp_path: Any) -> None:
+    model, ids = make(name), tokens(2, 8)
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors").exists()
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(reloaded(ids).logits, model(ids).logits)
+    assert reloaded.config.head_gate == model.config.head_gate
+    assert isinstance(AutoConfig.from_pretrained(tmp_path), HeadmaxConfig)
+
+
+def test_config_survives_json() -> None:
+    config = HeadmaxConfig(mixer=["gla", "attention"], num_hidden_layers=2, head_gate=HeadGateConfig(scale="heads", kind="sigmoid"))
+    again = HeadmaxConfig.from_dict(config.to_dict())
+    assert again.head_gate == config.head_gate
+    assert again.to_dict() == config.to_dict()
+    assert HeadmaxConfig(head_gate={"read": False}).head_gate == HeadGateConfig(read=False)
+
+
+def test_pipeline(tmp_path: Any) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, pipeline
+
+    words = ["<pad>", "<s>", "</s>", *(f"w{i}" for i in range(57))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    make("gla").save_pretrained(tmp_path)
+    fast.save_pretrained(tmp_path)
+    generate = pipeline("text-generation", model=str(tmp_path), tokenizer=str(tmp_path))
+    text = generate("w1 w2 w3", max_new_tokens=4, do_sample=False)[0]["generated_text"]
+    assert text.startswith("w1 w2 w3")
+
+
+@everywhere
+def test_compiles_into_one_graph(name: str) -> None:
+    model, ids = make(name), tokens(2, 70)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    expected, actual = model(ids, labels=ids, use_cache=False), compiled(ids, labels=ids, use_cache=False)
+    assert close(actual.logits, expected.logits)
+    gradients = torch.autograd.grad(expected.loss, list(model.parameters()), retain_graph=True)
+    for x, y in zip(torch.autograd.grad(actual.loss, list(model.parameters())), gradients, strict=True):
+        assert close(x, y, 1e-3)
+    torch._dynamo.reset()
+
+
+@everywhere
+def test_gradient_checkpointing_gives_the_same_gradients(name: str) -> None:
+    model, ids = make(name).train(), tokens(2, 12)
+    model(ids, labels=ids).loss.backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model.gradient_checkpointing_enable()
+    model(ids, labels=ids).loss.backward()
+    for p, gradient in zip(model.parameters(), expected, strict=True):
+        assert close(p.grad, gradient, 1e-5)
+
+
+def test_gates_come_out_when_asked() -> None:
+    model, ids = make("hybrid"), tokens(2, 8)
+    assert model(ids).gates is None
+    gates = model(ids, return_gates=True).gates
+    assert [pair is None for pair in gates] == [False, True, False]
+    for read, write in (gates[0], gates[2]):
+        assert read.shape == write.shape == (2, 8, 4)
+        torch.testing.assert_close(read.sum(-1), torch.ones(2, 8))
+    assert make("gla", head_gate=None)(ids, return_gates=True).gates == ((None, None), (None, None))
+
+
+def test_logits_to_keep_embeddings_and_hidden_states() -> None:
+    model, ids = make("gla"), tokens(2, 8)
+    whole = model(ids).logits
+    assert model(ids, logits_to_keep=1).logits.shape == (2, 1, 60)
+    assert close(model(ids, logits_to_keep=1).logits, whole[:, -1:])
+    assert close(model(ids, logits_to_keep=torch.tensor([2, 5])).logits, whole[:, [2, 5]])
+    assert torch.equal(model(inputs_embeds=model.get_input_embeddings()(ids)).logits, whole)
+    hidden = model(ids, output_hidden_states=True).hidden_states
+    assert len(hidden) == 3
+    assert torch.equal(model.lm_head(hidden[-1]), whole)
+    assert isinstance(model(ids, return_dict=False), tuple)
+
+
+def test_state_is_constant_in_length() -> None:
+    model = make("gla")
+    sizes = [model(tokens(1, time), use_cache=True).past_key_values.nbytes() for time in (5, 50)]
+    assert sizes[0] == sizes[1] == 2 * 4 * (4 * 4 * 8 + 3 * 64)
+
+
+def test_tied_and_untied_embeddings() -> None:
+    tied, untied = make("gla"), make("gla", tie_word_embeddings=False)
+    assert tied.lm_head.weight is tied.model.embed_tokens.weight
+    assert untied.lm_head.weight is not untied.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@everywhere
+def test_low_precision_weights_run(name: str, dtype: torch.dtype) -> None:
+    model, ids = make(name), tokens(2, 20)
+    expected = model(ids).logits
+    actual = model.to(dtype)(ids).logits
+    assert actual.dtype == dtype
+    assert (actual.float() - expected).norm() / expected.norm() < 0.1
+
+
+def test_autocast_keeps_parameters_in_float32() -> None:
+    model, ids = make("hybrid").train(), tokens(2, 20)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(ids, labels=ids).loss
+    loss.backward()
+    assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"mixer": "gla2"}, "unknown mixer 'gla2'; did you mean 'gla'"),
+        ({"mixer": ["gla"], "num_hidden_layers": 2}, "mixer lists 1 layers, num_hidden_layers is 2"),
+        ({"mixer": "attention", "head_gate": HeadGateConfig()}, "head_gate has no use in a model of attention layers"),
+        ({"mixer": "gla", "num_v_heads": 8}, "num_v_heads has no use in a model of gla layers"),
+        ({"mixer": "gated_deltanet", "feature_map": "relu"}, "feature_map has no use in a model of gated_deltanet layers"),
+        ({"num_heads": -4}, "num_heads must be a positive integer, got -4"),
+        ({"hidden_size": 0}, "hidden_size must be a positive integer, got 0"),
+        ({"head_gates": HeadGateConfig()}, "unknown field 'head_gates'; did you mean 'head_gate'"),
+        ({"head_gate": "softmax"}, "head_gate must be a HeadGateConfig, a dict of its fields or None, got 'softmax'"),
+    ],
+)
+def test_config_errors(settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=f"HeadmaxConfig: {message}"):
+        HeadmaxConfig(**settings)
+
+
+def test_call_errors() -> None:
+    model, ids = make("hybrid"), tokens(1, 6)
+    with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
+        model()
+    with pytest.raises(ValueError, match="past_key_values must be a HeadmaxCache, got DynamicCache"):
+        model(ids, past_key_values=DynamicCache())
+    with pytest.raises(ValueError, match=r"attention_mask must be \[batch, seen \+ time\] = \[1, 6\], got \[1, 5\]"):
+        model(ids, attention_mask=torch.ones(1, 5))
+    with pytest.raises(ValueError, match="packed sequences leave no single state"):
+        model(ids, cu_seqlens=torch.tensor([0, 2, 6]), use_cache=True)
+    with pytest.raises(ValueError, match="cu_seqlens must end at time = 6, got 5"):
+        model(ids, cu_seqlens=torch.tensor([0, 5]))
+    with pytest.raises(ValueError, match="cu_seqlens packs sequences into batch 1, got batch 2"):
+        model(tokens(2, 6), cu_seqlens=torch.tensor([0, 6]))
+    with pytest.raises(ValueError, match="a recurrent state cannot be cropped"):
+        HeadmaxCache(1).layers[0].crop(-1)
