@@ -31,7 +31,13 @@ def recipes() -> None:
 
 
 def demo(
-    seed: int = 0, heads: int = 4, pairs: int = 8, steps: int = 1200, out: Path = Path("runs/demo"), record: Path | None = None
+    seed: int = 0,
+    heads: int = 4,
+    pairs: int = 16,
+    key: int = 8,
+    steps: int = 600,
+    out: Path = Path("runs/demo"),
+    record: Path | None = None,
 ) -> None:
     """Train one tiny backbone three times on associative recall: plain, with uniform gates, with softmax gates.
 
@@ -39,13 +45,14 @@ def demo(
         seed: of initialisation and data.
         heads: of the linear-attention layers.
         pairs: key-value pairs to remember.
+        key: width of a head's query and key.
         steps: training steps of each model.
         out: where the picture and the records go.
         record: also append the records to this file.
     """
     from headmax.demo import run
 
-    run(seed=seed, heads=heads, pairs=pairs, steps=steps, out=out, record=record)
+    run(seed=seed, heads=heads, pairs=pairs, key=key, steps=steps, out=out, record=record)
 
 
 def bench_kernels(

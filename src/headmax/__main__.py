@@ -1,0 +1,3 @@
+from headmax.cli import main
+
+main()

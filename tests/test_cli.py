@@ -1,0 +1,97 @@
+"""The command line, as a user runs it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headmax import demo, records
+
+
+def headmax(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "headmax", *arguments], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("command", [[], ["recipes"], ["demo"], ["bench"], ["bench", "kernels"]])
+def test_every_command_has_help(command: list[str]) -> None:
+    done = headmax(*command, "--help")
+    assert done.returncode == 0, done.stderr
+    assert "usage: headmax" in done.stdout
+
+
+def test_recipes_lists_counts_and_states() -> None:
+    done = headmax("recipes")
+    line = next(line for line in done.stdout.splitlines() if "softmax-gla-340m" in line)
+    for figure in ("24 x 1024", "341,732,352", "308,964,352", "24,576", "12,288 KiB"):
+        assert figure in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["demo", "--pairs", "99", "--steps", "1"], "num_pairs must be between 1 and vocab_size / 2 = 32, got 99"),
+        (["demo", "--heads", "-4", "--steps", "1"], "num_heads must be a positive integer, got -4"),
+        (["bench", "kernels", "--length", "0"], "must have no empty axis"),
+        (["recipe"], "recipe"),
+    ],
+)
+def test_bad_input_ends_with_code_2_and_one_clear_line(arguments: list[str], message: str, tmp_path: Path) -> None:
+    done = headmax(*arguments, *(["--out", str(tmp_path)] if arguments[0] == "demo" else []))
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_demo_draws_records_and_says_who_won(tmp_path: Path) -> None:
+    done = headmax("demo", "--pairs", "2", "--steps", "4", "--out", str(tmp_path), "--record", str(tmp_path / "all.jsonl"))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "demo.png").stat().st_size > 10_000
+    made = list(records.read(tmp_path / "records.jsonl"))
+    assert made == list(records.read(tmp_path / "all.jsonl"))
+    assert {record.extra["variant"] for record in made} == set(demo.VARIANTS)
+    for variant in demo.VARIANTS:
+        assert variant in done.stdout
+    assert "Here the softmax gates" in done.stdout
+
+
+def test_demo_verdict_is_decided_by_the_figures() -> None:
+    assert demo.verdict({"plain": 0.5, "uniform": 0.6, "softmax": 0.7}).startswith("Here the softmax gates learnt faster than both")
+    assert "did not win: uniform learnt faster, by 0.100" in demo.verdict({"plain": 0.5, "uniform": 0.8, "softmax": 0.7})
+
+
+def test_recorded_seeds_are_counted(tmp_path: Path) -> None:
+    make = records.Recorder("demo", "cpu")
+    made = [
+        make(f"case {variant}", "headmax", "mean accuracy over training", value, "fraction", seed, variant=variant)
+        for seed, scores in enumerate([(0.1, 0.2, 0.3), (0.4, 0.2, 0.3), (0.1, 0.5, 0.3)])
+        for variant, value in zip(demo.VARIANTS, scores, strict=True)
+    ]
+    records.append(tmp_path / "r.jsonl", made)
+    (line,) = demo.earlier_seeds(tmp_path / "r.jsonl")
+    assert "softmax ahead of plain in 2 and of uniform in 2 of 3 seeds" in line
+    assert list(demo.earlier_seeds(tmp_path / "missing.jsonl")) == []
+
+
+def test_committed_demo_records_cover_five_seeds_of_every_variant() -> None:
+    by_case: dict[str, set[int | None]] = {}
+    for record in records.read(demo.RECORDS):
+        by_case.setdefault(record.case, set()).add(record.seed)
+    assert by_case
+    assert all(len(seeds) >= 5 for seeds in by_case.values())
+
+
+def test_a_broken_record_is_named(tmp_path: Path) -> None:
+    (tmp_path / "r.jsonl").write_text('{"suite": "demo"}\n')
+    with pytest.raises(ValueError, match="r.jsonl:1: not a record"):
+        list(records.read(tmp_path / "r.jsonl"))
+
+
+def test_kernel_benchmark_checks_before_it_times(tmp_path: Path) -> None:
+    small = ["--length", "100", "--heads", "1", "--key", "8", "--value", "8", "--rounds", "1", "--lengths", "200"]
+    done = headmax("bench", "kernels", "--peer", "hf", *small, "--out", str(tmp_path / "k.jsonl"))
+    assert done.returncode == 0, done.stderr
+    metrics = {(record.impl, record.metric) for record in records.read(tmp_path / "k.jsonl")}
+    assert ("hf", "gated_delta_rule/error") in metrics
+    for op in ("linear_attention", "gla", "gated_delta_rule"):
+        assert {("headmax", f"{op}/{metric}") for metric in ("error", "forward+backward", "time per token")} <= metrics
