@@ -83,7 +83,7 @@ def test_committed_demo_records_cover_five_seeds_of_every_variant() -> None:
 
 def test_a_broken_record_is_named(tmp_path: Path) -> None:
     (tmp_path / "r.jsonl").write_text('{"suite": "demo"}\n')
-    with pytest.raises(ValueError, match="r.jsonl:1: not a record"):
+    with pytest.raises(ValueError, match=r"r\.jsonl:1: not a record"):
         list(records.read(tmp_path / "r.jsonl"))
 
 

@@ -147,4 +147,5 @@ def earlier_seeds(path: Path) -> Iterator[str]:
         complete = [scores for scores in by_seed.values() if set(scores) == set(VARIANTS)]
         wins = {rival: sum(s["softmax"] > s[rival] for s in complete) for rival in ("plain", "uniform")}
         means = ", ".join(f"{variant} {mean([s[variant] for s in complete]):.3f}" for variant in VARIANTS)
-        yield f"Recorded, {case}: softmax ahead of plain in {wins['plain']} and of uniform in {wins['uniform']} of {len(complete)} seeds ({means})."
+        ahead = " and ".join(f"of {rival} in {count}" for rival, count in wins.items())
+        yield f"Recorded, {case}: softmax ahead {ahead} of {len(complete)} seeds ({means})."

@@ -17,7 +17,7 @@ def test_a_wrong_implementation_gets_no_speed(monkeypatch: pytest.MonkeyPatch) -
         return o * 1.001, state
 
     monkeypatch.setitem(kernels.PEERS, "wrong", lambda: [kernels.Contender("wrong", "gated_delta_rule", wrong)])
-    with pytest.raises(ValueError, match="wrong gated_delta_rule is .* from the oracle .*: no speed is reported"):
+    with pytest.raises(ValueError, match=r"wrong gated_delta_rule is .* from the oracle .*: no speed is reported"):
         kernels.bench(case=CASE, lengths=(), peer="wrong", dtype=torch.float32, device=torch.device("cpu"), rounds=1, say=lambda _: None)
 
 

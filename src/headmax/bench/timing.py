@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -51,11 +53,13 @@ def peak_memory(function: Callable[[], object], device: torch.device) -> int | N
         function()
         return torch.cuda.max_memory_allocated(device) - before
     try:
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # else the call would be served from memory that is free but still resident
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak to what is resident now
         before = _resident("VmRSS")
         function()
         return _resident("VmHWM") - before
-    except (OSError, StopIteration):
+    except (OSError, AttributeError, StopIteration):
         return None
 
 
