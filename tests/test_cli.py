@@ -32,7 +32,9 @@ def test_recipes_lists_counts_and_states() -> None:
     [
         (["demo", "--pairs", "99", "--steps", "1"], "num_pairs must be between 1 and vocab_size / 2 = 32, got 99"),
         (["demo", "--heads", "-4", "--steps", "1"], "num_heads must be a positive integer, got -4"),
-        (["bench", "kernels", "--length", "0"], "must have no empty axis"),
+        (["demo", "--steps", "0"], "steps must be at least 1, got 0"),
+        (["bench", "kernels", "--length", "0"], "--length must be at least 1, got 0"),
+        (["bench", "kernels", "--device", "tpu"], "--device tpu: this machine has cpu"),
         (["recipe"], "recipe"),
     ],
 )

@@ -1,9 +1,10 @@
 """headmax: Softmax Linear Attention. A softmax over heads that lets the heads of a linear-attention layer compete."""
 
+from headmax import recipes
 from headmax.layers import HeadGateConfig
 from headmax.models import HeadmaxCache, HeadmaxConfig, HeadmaxForCausalLM, HeadmaxModel
 from headmax.ops import Packing
 
 __version__ = "0.1.0"
 
-__all__ = ["HeadGateConfig", "HeadmaxCache", "HeadmaxConfig", "HeadmaxForCausalLM", "HeadmaxModel", "Packing"]
+__all__ = ["HeadGateConfig", "HeadmaxCache", "HeadmaxConfig", "HeadmaxForCausalLM", "HeadmaxModel", "Packing", "recipes"]

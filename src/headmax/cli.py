@@ -92,6 +92,13 @@ def bench_kernels(
     from headmax.bench import kernels
     from headmax.ops.spec import Case
 
+    for name, number in {"batch": batch, "length": length, "heads": heads, "key": key, "value": value}.items():
+        if number < 1:
+            raise ValueError(f"--{name} must be at least 1, got {number}")
+    if rounds < 1 or threads < 1:
+        raise ValueError(f"--rounds and --threads must be at least 1, got {rounds} and {threads}")
+    if device.split(":")[0] not in ("cpu", "cuda") or (device.startswith("cuda") and not torch.cuda.is_available()):
+        raise ValueError(f"--device {device}: this machine has cpu{' and cuda' * torch.cuda.is_available()}")
     torch.set_num_threads(threads)
     console = Console()
     case = Case(batch=batch, time=length, heads=heads, key=key, value=value)
@@ -116,6 +123,17 @@ def bench_kernels(
         records.append(out, measured)
 
 
+def reproduce_readme(path: Path = Path("README.md")) -> None:
+    """Render the README's figures anew from the committed records.
+
+    Args:
+        path: the file whose generated sections are rewritten.
+    """
+    from headmax.bench.readme import update
+
+    update(path)
+
+
 def main() -> None:
     try:
         import tyro
@@ -123,12 +141,16 @@ def main() -> None:
     except ImportError as missing:
         sys.exit(f"headmax: the command line needs {missing.name}: pip install 'headmax[train,plot]'")
     logging.basicConfig(format="%(message)s")
+    logging.getLogger("headmax").setLevel(logging.INFO)
     app = tyro.extras.SubcommandApp()
     app.command(recipes)
     app.command(demo)
     bench = tyro.extras.SubcommandApp()
     bench.command(name="kernels")(bench_kernels)
     app.command(bench, name="bench")
+    reproduce = tyro.extras.SubcommandApp()
+    reproduce.command(name="readme")(reproduce_readme)
+    app.command(reproduce, name="reproduce")
     try:
         app.cli(prog="headmax", description="Softmax Linear Attention: a softmax over heads.")
     except (ValueError, FileNotFoundError) as error:

@@ -76,8 +76,11 @@ def train(
 
 def run(*, seed: int, heads: int, pairs: int, key: int, steps: int, out: Path, record: Path | None) -> None:
     """Trains the variants on the same data from the same seed, draws the picture, prints the table and what earlier seeds gave."""
-    from headmax.demo_figure import draw
+    from headmax.demo_figure import draw, require_matplotlib
 
+    require_matplotlib()
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, got {steps}")
     torch.set_num_threads(min(2, torch.get_num_threads()))
     console = Console()
     task = MQAR(num_pairs=pairs, vocab_size=64)
@@ -137,15 +140,18 @@ def verdict(score: dict[str, float]) -> str:
     return f"Here the softmax gates did not win: {best} learnt faster, by {rivals[best] - score['softmax']:.3f}."
 
 
-def earlier_seeds(path: Path) -> Iterator[str]:
-    """One line per recorded setting: over how many seeds softmax was ahead of each rival, and the mean accuracies."""
+def seed_scores(path: Path) -> dict[str, list[dict[str, float]]]:
+    """For each recorded setting, the mean accuracy over training of every variant, seed by seed."""
     settings: dict[str, dict[int, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
     for r in records.read(path):
         if r.metric == "mean accuracy over training" and r.seed is not None:
             settings[r.case.rsplit(" ", 1)[0]][r.seed][r.extra["variant"]] = r.value
-    for case, by_seed in settings.items():
-        complete = [scores for scores in by_seed.values() if set(scores) == set(VARIANTS)]
-        wins = {rival: sum(s["softmax"] > s[rival] for s in complete) for rival in ("plain", "uniform")}
-        means = ", ".join(f"{variant} {mean([s[variant] for s in complete]):.3f}" for variant in VARIANTS)
-        ahead = " and ".join(f"of {rival} in {count}" for rival, count in wins.items())
-        yield f"Recorded, {case}: softmax ahead {ahead} of {len(complete)} seeds ({means})."
+    return {case: [scores for scores in by_seed.values() if set(scores) == set(VARIANTS)] for case, by_seed in settings.items()}
+
+
+def earlier_seeds(path: Path) -> Iterator[str]:
+    """One line per recorded setting: over how many seeds softmax was ahead of each rival, and the mean accuracies."""
+    for case, scores in seed_scores(path).items():
+        ahead = " and ".join(f"of {rival} in {sum(s['softmax'] > s[rival] for s in scores)}" for rival in ("plain", "uniform"))
+        means = ", ".join(f"{variant} {mean([s[variant] for s in scores]):.3f}" for variant in VARIANTS)
+        yield f"Recorded, {case}: softmax ahead {ahead} of {len(scores)} seeds ({means})."

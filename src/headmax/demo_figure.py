@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,11 +16,14 @@ if TYPE_CHECKING:
 COLOURS = {"plain": "#8a8f98", "uniform": "#d98e32", "softmax": "#2f6fd0"}
 
 
+def require_matplotlib() -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("the picture needs matplotlib: pip install 'headmax[plot]'")
+
+
 def draw(runs: dict[str, Run], task: MQAR, seed: int, path: Path) -> None:
-    try:
-        import matplotlib
-    except ImportError as missing:
-        raise ValueError("the picture needs matplotlib: pip install 'headmax[plot]'") from missing
+    import matplotlib
+
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
@@ -29,7 +33,9 @@ def draw(runs: dict[str, Run], task: MQAR, seed: int, path: Path) -> None:
         gates = model(tokens, return_gates=True, use_cache=False).gates
     names = [f"k{i}" if i < task.vocab_size // 2 else f"v{i - task.vocab_size // 2}" for i in tokens[0].tolist()]
 
-    figure, axes = plt.subplots(1 + 2 * len(gates), 1, figsize=(max(8.0, 0.27 * task.time), 3.2 + 2.6 * len(gates)), layout="constrained")
+    rows = 2 * len(gates)
+    size = (max(8.0, 0.27 * task.time), 3.6 + 1.3 * rows)
+    figure, axes = plt.subplots(1 + rows, 1, figsize=size, height_ratios=[3, *[1] * rows], layout="constrained")
     curve = axes[0]
     for variant, run in runs.items():
         curve.plot(run.steps, run.accuracy, color=COLOURS[variant], label=f"{variant} ({run.accuracy[-1]:.3f})", linewidth=2)

@@ -59,18 +59,20 @@ def describe_device(device: torch.device) -> str:
 
 
 def current_commit() -> str:
-    """The commit of the working tree, with + if it was changed since; the version of an installed package."""
-    here = Path(__file__).resolve().parent
-    try:
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short=12", "HEAD"], cwd=here, capture_output=True, text=True, check=True
-        ).stdout.strip()
-        changed = subprocess.run(["git", "status", "--porcelain", "--", "."], cwd=here, capture_output=True, text=True, check=True).stdout
-        return commit + "+" * bool(changed)
-    except (OSError, subprocess.CalledProcessError):
-        from headmax import __version__
+    """The commit of the working tree, with + if it was changed since; the version where this is no checkout of headmax."""
+    root = RESULTS.parents[1]
 
-        return f"v{__version__}"
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        if Path(git("rev-parse", "--show-toplevel")).resolve() == root:
+            return git("rev-parse", "--short=12", "HEAD") + "+" * bool(git("status", "--porcelain", "--", "src"))
+    except (OSError, subprocess.CalledProcessError):
+        pass
+    from headmax import __version__
+
+    return f"v{__version__}"
 
 
 def append(path: Path, records: Iterable[Record]) -> None:

@@ -202,6 +202,8 @@ def test_errors_name_the_setting() -> None:
         HeadGateConfig(temperature=0)
     with pytest.raises(ValueError, match="scale must be a positive number or 'heads', got 'head'"):
         HeadGateConfig(scale="head")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="head_gate must be a HeadGateConfig or None, got True"):
+        make("gla", head_gate=True)
     with pytest.raises(ValueError, match="output_norm: unknown 'heads'; did you mean 'head'"):
         make("gla", output_norm="heads")
     with pytest.raises(ValueError, match="feature_map: unknown 'rellu'; did you mean 'relu'"):

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorWithFlattening, DynamicCache
 
 from headmax import HeadGateConfig, HeadmaxCache, HeadmaxConfig, HeadmaxForCausalLM, Packing
@@ -95,6 +96,34 @@ def test_beam_search_with_cache_equals_without(name: str) -> None:
     assert model.generate(ids, **options).tolist() == model.generate(ids, use_cache=False, **options).tolist()
 
 
+@everywhere
+def test_beam_search_of_left_padded_prompts_equals_each_alone(name: str) -> None:
+    model = make(name)
+    prompts = [tokens(1, length, seed=length) for length in (3, 7)]
+    padded = torch.cat([torch.nn.functional.pad(prompt, (7 - prompt.shape[1], 0)) for prompt in prompts])
+    options = {"max_new_tokens": 6, "num_beams": 3, "do_sample": False}
+    together = model.generate(padded, attention_mask=(padded != 0).long(), **options)
+    for row, prompt in zip(together, prompts, strict=True):
+        alone = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)[0, prompt.shape[1] :].tolist()
+        assert row[7 : 7 + len(alone)].tolist() == alone
+
+
+def test_prefill_in_pieces_and_other_caches() -> None:
+    model, ids = make("gla"), tokens(1, 9)
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "do_sample": False}
+    assert model.generate(ids, prefill_chunk_size=4, **options).tolist() == model.generate(ids, **options).tolist()
+    with pytest.raises(ValueError, match="cache_implementation 'static': this model has a HeadmaxCache only"):
+        model.generate(ids, cache_implementation="static", **options)
+
+
+def test_right_padding_is_fine_without_a_state_and_refused_with_one() -> None:
+    model, ids = make("gla"), tokens(1, 9)
+    mask = torch.tensor([[1] * 6 + [0] * 3])
+    assert close(model(ids, attention_mask=mask, use_cache=False).logits[:, :6], model(ids[:, :6]).logits)
+    with pytest.raises(ValueError, match="attention_mask must pad on the left where a state is kept"):
+        model(ids, attention_mask=mask, use_cache=True)
+
+
 def test_sampling_several_sequences_and_continuing_a_cache() -> None:
     model, ids = make("gla"), tokens(1, 5)
     ones = torch.ones_like(ids)
@@ -121,7 +150,12 @@ def test_packed_sequences_do_not_see_each_other(name: str) -> None:
         assert close(model(packed, cu_seqlens=Packing([0, 5, 6, 15])).logits, expected)
         batch = DataCollatorWithFlattening(return_tensors="pt")([{"input_ids": piece[0].tolist()} for piece in pieces])
         output = model(**batch)
+        own = model(packed, labels=packed, cu_seqlens=Packing([0, 5, 6, 15])).loss
+        flash = DataCollatorWithFlattening(return_tensors="pt", return_position_ids=False, return_flash_attn_kwargs=True)
+        again = model(**flash([{"input_ids": piece[0].tolist()} for piece in pieces]))
     assert close(output.logits, expected)
+    assert close(again.logits, expected)
+    assert close(own, output.loss)
     losses = torch.nn.functional.cross_entropy(expected[0, :-1], batch["labels"][0, 1:], ignore_index=-100)
     assert close(output.loss, losses)
 
@@ -153,11 +187,12 @@ def test_pipeline(tmp_path: Any) -> None:
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
-    make("gla").save_pretrained(tmp_path)
+    make("gla", eos_token_id=None).save_pretrained(tmp_path)
     fast.save_pretrained(tmp_path)
     generate = pipeline("text-generation", model=str(tmp_path), tokenizer=str(tmp_path))
     text = generate("w1 w2 w3", max_new_tokens=4, do_sample=False)[0]["generated_text"]
     assert text.startswith("w1 w2 w3")
+    assert text.count("w") == 3 + 4
 
 
 @everywhere
@@ -169,6 +204,17 @@ def test_compiles_into_one_graph(name: str) -> None:
     gradients = torch.autograd.grad(expected.loss, list(model.parameters()), retain_graph=True)
     for x, y in zip(torch.autograd.grad(actual.loss, list(model.parameters())), gradients, strict=True):
         assert close(x, y, 1e-3)
+    torch._dynamo.reset()
+
+
+def test_one_compiled_graph_serves_every_length() -> None:
+    model = make("retnet")
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(model, fullgraph=True, backend=counter, dynamic=True)
+    with torch.no_grad():
+        for time in (5, 9, 31, 70, 130):
+            assert close(compiled(tokens(2, time), use_cache=False).logits, model(tokens(2, time), use_cache=False).logits)
+    assert counter.frame_count <= 2
     torch._dynamo.reset()
 
 
@@ -249,6 +295,14 @@ def test_autocast_keeps_parameters_in_float32() -> None:
         ({"num_heads": -4}, "num_heads must be a positive integer, got -4"),
         ({"hidden_size": 0}, "hidden_size must be a positive integer, got 0"),
         ({"head_gates": HeadGateConfig()}, "unknown field 'head_gates'; did you mean 'head_gate'"),
+        ({"head_gate": {"reed": True}}, "head_gate has no field 'reed'; did you mean 'read'"),
+        ({"backend": "chunkwize"}, "unknown backend 'chunkwize'; did you mean 'chunkwise'"),
+        ({"output_norm": "heads"}, "unknown output_norm 'heads'; did you mean 'head'"),
+        ({"feature_map": "rellu"}, "unknown feature_map 'rellu'; did you mean 'relu'"),
+        ({"conv_size": -1}, "conv_size must be 0 for none or at least 2, got -1"),
+        ({"intermediate_size": 0}, "intermediate_size must be positive or None, got 0"),
+        ({"norm_eps": -1.0}, "norm_eps must be positive, got -1.0"),
+        ({"mixer": None}, "mixer must be a name or a list with one name per layer, got None"),
         ({"head_gate": "softmax"}, "head_gate must be a HeadGateConfig, a dict of its fields or None, got 'softmax'"),
     ],
 )
@@ -271,5 +325,15 @@ def test_call_errors() -> None:
         model(ids, cu_seqlens=torch.tensor([0, 5]))
     with pytest.raises(ValueError, match="cu_seqlens packs sequences into batch 1, got batch 2"):
         model(tokens(2, 6), cu_seqlens=torch.tensor([0, 6]))
+    with pytest.raises(ValueError, match=r"position_ids must be \[batch or 1, time\] = \[1, 6\], got \[6\]"):
+        model(ids, position_ids=torch.arange(6))
+    with pytest.raises(ValueError, match="position_ids restart inside a row"):
+        model(tokens(2, 6), position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]] * 2))
+    with pytest.raises(ValueError, match="packed sequences leave no single state"):
+        model(ids, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]), use_cache=True)
+    with pytest.raises(ValueError, match="seq_idx alone does not tell"):
+        model(ids, seq_idx=torch.zeros(1, 6))
+    with pytest.raises(ValueError, match="past_key_values has 1 layers, the model 3"):
+        model(ids, past_key_values=HeadmaxCache(1))
     with pytest.raises(ValueError, match="a recurrent state cannot be cropped"):
         HeadmaxCache(1).layers[0].crop(-1)

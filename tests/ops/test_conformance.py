@@ -28,6 +28,41 @@ def test_chunkwise_agrees_with_the_oracle(name: str, case: Case, dtype: torch.dt
         assert distance(x, expected[key]) <= bound, f"{key}: {distance(x, expected[key]):.2e} > {bound}"
 
 
+WITH_TRITON = ("linear_attention", "gla")
+INTERPRETED = [
+    pytest.param(name, case, id=f"{name}-{case}")
+    for name in WITH_TRITON
+    for case in SPECS[name].cases
+    if case.time <= 151 and case.key <= 96 and case.gates in ("", "both")
+]
+
+
+def check(name: str, case: Case, dtype: torch.dtype, device: str, bounds: dict[str, float]) -> None:
+    spec = SPECS[name]
+    inputs = spec.inputs(case, dtype, device)
+    expected = oracle(name, case, dtype) if device == "cpu" else spec.oracle(inputs)
+    for key, x in run(spec, inputs, "triton").items():
+        bound = bounds["backward" if key.startswith("d_") else "forward"]
+        assert distance(x, expected[key]) <= bound, f"{key}: {distance(x, expected[key]):.2e} > {bound}"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU; test_triton_on_the_gpu covers one")
+@pytest.mark.parametrize(("name", "case"), INTERPRETED)
+def test_triton_kernels_under_the_interpreter(name: str, case: Case) -> None:
+    """Float32, and float16 for the cast inside; the interpreter cannot multiply bfloat16."""
+    pytest.importorskip("triton")
+    check(name, case, torch.float32, "cpu", BOUNDS[torch.float32])
+    if case.time < 100:
+        check(name, case, torch.float16, "cpu", BOUNDS[torch.bfloat16])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize(("name", "case"), [case for case in CASES if case.values[0] in WITH_TRITON and case.values[1].key <= 256])
+def test_triton_on_the_gpu(name: str, case: Case, dtype: torch.dtype) -> None:
+    check(name, case, dtype, "cuda", BOUNDS.get(dtype, BOUNDS[torch.bfloat16]))
+
+
 @pytest.mark.parametrize("name", SPECS)
 def test_reference_in_float32_is_the_same_recurrence(name: str) -> None:
     spec, case = SPECS[name], SPECS[name].cases[9]
@@ -38,7 +73,7 @@ def test_reference_in_float32_is_the_same_recurrence(name: str) -> None:
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("decay", [0.0, -1e-4, -1.0, -100.0])
 def test_any_decay_is_stable_over_65536_steps(name: str, decay: float) -> None:
-    spec, case = SPECS[name], Case(time=65_536, heads=1, key=4, value=4, gates=True)
+    spec, case = SPECS[name], Case(time=65_536, heads=1, key=4, value=4, gates="both")
     inputs = spec.inputs(case)
     inputs["log_decay"] = torch.full_like(spec.inputs(Case(time=65_536, heads=1, key=4, value=4))["log_decay"], decay)
     for key, x in run(spec, inputs, "chunkwise").items():
@@ -48,7 +83,7 @@ def test_any_decay_is_stable_over_65536_steps(name: str, decay: float) -> None:
 @pytest.mark.parametrize("name", SPECS)
 def test_decays_of_all_sizes_mixed_in_a_long_sequence_stay_exact(name: str) -> None:
     """Longer than one segment, steps of 0 and -100 side by side: cancellation or overflow would show here."""
-    spec, case = SPECS[name], Case(time=5000, heads=1, key=4, value=4, gates=True, initial_state=True, decay="mixed")
+    spec, case = SPECS[name], Case(time=5000, heads=1, key=4, value=4, gates="both", initial_state=True, decay="mixed")
     inputs = spec.inputs(case)
     with torch.no_grad():
         wide = {key: x.double() if isinstance(x, torch.Tensor) else x for key, x in inputs.items()}

@@ -8,7 +8,7 @@ from headmax.ops.spec import Case
 
 from .oracle import SPECS
 
-CASE = Case(batch=2, time=6, heads=2, key=4, value=3, gates=True, initial_state=True)
+CASE = Case(batch=2, time=6, heads=2, key=4, value=3, gates="both", initial_state=True)
 ALL = list(SPECS)
 
 
@@ -68,6 +68,18 @@ def test_packed_states_are_counted_by_sequence() -> None:
 def test_value_heads_are_a_multiple() -> None:
     with pytest.raises(ValueError, match="v must have a multiple of q's 2 heads, got 3"):
         call("gated_delta_rule", v=torch.randn(2, 6, 3, 3))
+
+
+def test_an_explicit_backend_never_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match="gla: backend 'triton' cannot run here: needs a CUDA device, got cpu"):
+        call("gla", backend="triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    wide = SPECS["gla"].inputs(CASE, torch.float64)
+    with pytest.raises(ValueError, match=r"q, k and v must be float32, bfloat16 or float16, got torch.float64"):
+        SPECS["gla"].function(**wide, backend="triton")
+    with pytest.raises(ValueError, match=r"heads are at most 256 .key. and 512 .value. wide, got 4 and 600"):
+        SPECS["gla"].function(**SPECS["gla"].inputs(Case(time=2, key=4, value=600)), backend="triton")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from headmax.ops import Packing, gla, linear_attention
+from headmax.ops import Packing, gla, linear_attention, registry
 from headmax.ops.spec import Case
 
 from .oracle import SPECS, distance
@@ -27,7 +27,7 @@ def cut(inputs: dict, first: int, end: int) -> dict:
 @given(time=st.integers(2, 150), data=st.data())
 def test_state_hand_over_equals_one_pass(name: str, backend: str, time: int, data: st.DataObject) -> None:
     spec, at = SPECS[name], data.draw(st.integers(1, time - 1))
-    inputs = spec.inputs(Case(time=time, key=8, value=6, gates=True, initial_state=True, decay="mixed"), torch.float64, seed=time)
+    inputs = spec.inputs(Case(time=time, key=8, value=6, gates="both", initial_state=True, decay="mixed"), torch.float64, seed=time)
     whole, last = spec.function(**inputs, return_state=True, backend=backend)
     first, state = spec.function(**cut(inputs, 0, at), return_state=True, backend=backend)
     second, state = spec.function(**cut(inputs, at, time) | {"initial_state": state}, return_state=True, backend=backend)
@@ -40,7 +40,7 @@ def test_state_hand_over_equals_one_pass(name: str, backend: str, time: int, dat
 @given(lengths=st.lists(st.integers(1, 90), min_size=1, max_size=5))
 def test_packing_equals_separate_sequences(name: str, backend: str, lengths: list[int]) -> None:
     spec = SPECS[name]
-    case = Case(time=sum(lengths), key=8, value=6, gates=True, initial_state=True, lengths=tuple(lengths), decay="mixed")
+    case = Case(time=sum(lengths), key=8, value=6, gates="both", initial_state=True, lengths=tuple(lengths), decay="mixed")
     inputs = spec.inputs(case, torch.float64, seed=len(lengths))
     packed, states = spec.function(**inputs, return_state=True, backend=backend)
     bounds = inputs.pop("cu_seqlens").cu_seqlens.tolist()
@@ -56,7 +56,7 @@ def test_packing_equals_separate_sequences(name: str, backend: str, lengths: lis
 @given(time=st.integers(2, 100), data=st.data())
 def test_nothing_depends_on_later_tokens(name: str, backend: str, time: int, data: st.DataObject) -> None:
     spec, at = SPECS[name], data.draw(st.integers(1, time - 1))
-    case = Case(time=time, key=8, value=6, gates=True)
+    case = Case(time=time, key=8, value=6, gates="both")
     before, other = spec.inputs(case, torch.float64, seed=0), spec.inputs(case, torch.float64, seed=1)
     mixed = {key: torch.cat([x[:, :at], other[key][:, at:]], 1) if key in PER_TOKEN else x for key, x in before.items()}
     expected = spec.function(**before, backend=backend)[0][:, :at]
@@ -83,13 +83,16 @@ def test_packing_reads_positions_of_flattened_batches() -> None:
     assert packing.positions.tolist() == [0, 1, 2, 0, 0, 1]
     assert Packing.from_positions(torch.arange(6)[None]) is None
     assert Packing.from_positions(torch.arange(5, 11)[None]) is None
+    midway = Packing.from_positions(torch.tensor([[5, 6, 7, 0, 1]]))
+    assert midway is not None
+    assert midway.cu_seqlens.tolist() == [0, 3, 5]
 
 
 @pytest.mark.parametrize("name", SPECS)
 def test_gates_are_factors_of_query_and_write(name: str) -> None:
     """read_gate scales q; write_gate scales k, and v in the delta rule, whose keys have unit length."""
     spec = SPECS[name]
-    inputs = spec.inputs(Case(time=70, key=8, value=6, gates=True), torch.float64)
+    inputs = spec.inputs(Case(time=70, key=8, value=6, gates="both"), torch.float64)
     gated, _ = spec.function(**inputs)
     read, write = inputs.pop("read_gate")[..., None], inputs.pop("write_gate")[..., None]
     target = "v" if name == "gated_delta_rule" else "k"
@@ -101,7 +104,7 @@ def test_gates_are_factors_of_query_and_write(name: str) -> None:
 @pytest.mark.parametrize("decay", ["none", "head", "channel"])
 def test_parallel_form_of_the_paper(decay: str, backend: str) -> None:
     """The masked quadratic product in closed form: plain linear attention, RetNet, GLA."""
-    case = Case(batch=2, time=100, heads=3, key=8, value=6, gates=True, decay="none" if decay == "none" else "head")
+    case = Case(batch=2, time=100, heads=3, key=8, value=6, gates="both", decay="none" if decay == "none" else "head")
     spec = SPECS["gla" if decay == "channel" else "linear_attention"]
     inputs = spec.inputs(case, torch.float64)
     q, k, v = (inputs[x].transpose(1, 2) for x in ("q", "k", "v"))
@@ -128,9 +131,40 @@ def test_compiles_into_one_graph_and_packing_does_not_recompile(name: str) -> No
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(spec.function, fullgraph=True, backend=counter, dynamic=True)
     for lengths in ((30, 70, 50), (64, 36, 50), (10, 10, 130)):
-        inputs = spec.inputs(Case(time=150, key=8, value=6, gates=True, initial_state=True, lengths=lengths))
+        inputs = spec.inputs(Case(time=150, key=8, value=6, gates="both", initial_state=True, lengths=lengths))
         expected, actual = spec.function(**inputs, return_state=True), compiled(**inputs, return_state=True)
         assert distance(actual[0], expected[0]) <= 1e-6
         assert distance(actual[1], expected[1]) <= 1e-6
     assert counter.frame_count <= 2
     torch._dynamo.reset()
+
+
+def test_work_counted_by_hand() -> None:
+    """Retention at B=8 T=4096 H=4 K=256 V=512 in bfloat16: q, k, v, o once are 0.40 GB, chunks of 64 take 75 GFLOP."""
+    case, spec = Case(batch=8, time=4096, heads=4, key=256, value=512, decay="head"), SPECS["linear_attention"]
+    tokens = 8 * 4096 * 4
+    assert spec.bytes_moved(case, 2) == tokens * 2 * (256 + 512) * 2 == 402_653_184
+    assert spec.flops(case) == tokens * (64 * (256 + 512) + 4 * 256 * 512)
+    assert SPECS["gated_delta_rule"].flops(case) > spec.flops(case)
+    assert SPECS["gla"].bytes_moved(case, 2) == 402_653_184 + 4 * tokens * 256
+
+
+def test_auto_says_once_which_backend_it_took(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_announced", set())
+    inputs = SPECS["gla"].inputs(Case(time=3, key=4, value=4))
+    with caplog.at_level("INFO", logger="headmax"):
+        gla(**inputs)
+        gla(**inputs)
+    assert [record.getMessage() for record in caplog.records] == ["gla: backend 'chunkwise' on cpu"]
+
+
+def test_packing_of_short_sequences_uses_short_chunks() -> None:
+    packing = Packing([0, 2, 3, 5])
+    assert packing.size == 2
+    assert packing.slot_tokens.tolist() == [0, 1, 2, 5, 3, 4]
+    assert packing.chunk_table.tolist() == [[0, 2], [2, 1], [3, 2]]
+    long = Packing([0, 130, 131])
+    assert long.size == 64
+    assert long.chunk_table.tolist() == [[0, 64], [64, 64], [128, 2], [130, 1]]
+    assert long.chunk_starts.tolist() == [0, 3, 4]
+    assert long.slot_starts.tolist() == [0, 3, 4]

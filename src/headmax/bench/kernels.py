@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,7 +37,9 @@ def ours(op: str, backend: str = "auto") -> Contender:
 
 def transformers_gated_delta_rule() -> Contender:
     """Hugging Face transformers' own chunked gated delta rule in plain PyTorch (Qwen3-Next)."""
-    from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+    from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule as dispatching
+
+    torch_chunk_gated_delta_rule = inspect.unwrap(dispatching)  # else it calls flash-linear-attention where that is installed
 
     def run(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, normalize_qk: bool) -> tuple[Tensor, Any]:
         return torch_chunk_gated_delta_rule(q, k, v, g=log_decay, beta=beta, output_final_state=True, use_qk_l2norm_in_kernel=normalize_qk)

@@ -17,7 +17,7 @@ FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "elu": lambda x: F.elu(x) + 1,
     "silu": F.silu,
-    "softmax": lambda x: F.softmax(x, dim=-1),
+    "softmax": lambda x: F.softmax(x, dim=-1).to(x.dtype),  # autocast widens it on a GPU
 }
 
 

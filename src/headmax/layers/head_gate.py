@@ -46,13 +46,11 @@ class HeadGateConfig:
                 raise ValueError(f"HeadGateConfig: unknown {name} {getattr(self, name)!r}{suggest(getattr(self, name), get_args(kind))}")
         if not (self.read or self.write):
             raise ValueError("HeadGateConfig: read and write are both False; a model without gates has head_gate=None")
-        if isinstance(self.scale, str) and self.scale != "heads":
+        if self.scale != "heads" and not (isinstance(self.scale, int | float) and self.scale > 0):
             raise ValueError(f"HeadGateConfig: scale must be a positive number or 'heads', got {self.scale!r}")
-        for name in ("scale", "temperature"):
-            value = getattr(self, name)
-            if not isinstance(value, str) and not value > 0:
-                raise ValueError(f"HeadGateConfig: {name} must be positive, got {value!r}")
-        if self.init_std < 0:
+        if not self.temperature > 0:
+            raise ValueError(f"HeadGateConfig: temperature must be positive, got {self.temperature!r}")
+        if not self.init_std >= 0:
             raise ValueError(f"HeadGateConfig: init_std must not be negative, got {self.init_std!r}")
 
     def build(self, *, hidden_size: int, num_heads: int, head_dim: int) -> HeadGate:

@@ -42,8 +42,10 @@ class StateLayer(CacheLayerMixin):
     def reset(self) -> None:
         self.state, self.seen, self.is_initialized = None, 0, False
 
-    def offload(self) -> None:
-        self._map(lambda x: x.to("cpu", non_blocking=True))
+    def prefetch(self) -> None:
+        raise ValueError("HeadmaxCache cannot be offloaded: a recurrent state is small and is needed at every step")
+
+    offload = prefetch
 
     def crop(self, *args: Any) -> None:
         raise ValueError("a recurrent state cannot be cropped: it holds the whole past in one tensor")

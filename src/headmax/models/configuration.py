@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from typing import Any
+from typing import Any, get_args
 
 from transformers import PreTrainedConfig
 
 from headmax.layers import MIXERS, HeadGateConfig
+from headmax.layers.feature_map import FEATURE_MAPS
 from headmax.layers.mlp import swiglu_width
-from headmax.ops.registry import suggest
+from headmax.layers.norm import OutputNormKind
+from headmax.ops.registry import BACKENDS, suggest
 
 
 class HeadmaxConfig(PreTrainedConfig):
@@ -29,7 +31,8 @@ class HeadmaxConfig(PreTrainedConfig):
     head_gate: HeadGateConfig | dict | None = None
     """The softmax over heads; None is the plain backbone."""
     head_k_dim: int | None = None
-    """Width of a head's query and key. Default: hidden_size / heads, half of that for GLA and Gated DeltaNet."""
+    """Width of a head's query and key. Default: hidden_size / heads, half of that for GLA and Gated DeltaNet.
+    In a hybrid it is that of the recurrent layers; attention layers keep hidden_size / heads."""
     head_v_dim: int | None = None
     """Width of a head's value. Default: hidden_size / heads, twice that for RetNet."""
     num_v_heads: int | None = None
@@ -58,9 +61,12 @@ class HeadmaxConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         fields = {field.name for field in dataclasses.fields(HeadmaxConfig)}
         for name in kwargs:  # Hugging Face would keep a misspelt field as an attribute that nothing reads
-            if close := difflib.get_close_matches(name, fields, n=1, cutoff=0.8):
+            if not name.endswith("_token_id") and (close := difflib.get_close_matches(name, fields, n=1, cutoff=0.8)):
                 raise ValueError(f"HeadmaxConfig: unknown field {name!r}; did you mean {close[0]!r}?")
         if isinstance(self.head_gate, dict):
+            known = {field.name for field in dataclasses.fields(HeadGateConfig)}
+            for name in set(self.head_gate) - known:
+                raise ValueError(f"HeadmaxConfig: head_gate has no field {name!r}{suggest(name, known)}")
             self.head_gate = HeadGateConfig(**self.head_gate)
         self._check()
         super().__post_init__(**kwargs)
@@ -70,6 +76,20 @@ class HeadmaxConfig(PreTrainedConfig):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"HeadmaxConfig: {name} must be a positive integer, got {value!r}")
+        for name in ("head_k_dim", "head_v_dim", "num_v_heads", "intermediate_size", "mlp_ratio"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"HeadmaxConfig: {name} must be positive or None, got {value!r}")
+        if self.conv_size is not None and (self.conv_size < 0 or self.conv_size == 1):
+            raise ValueError(f"HeadmaxConfig: conv_size must be 0 for none or at least 2, got {self.conv_size!r}")
+        if not self.norm_eps > 0:
+            raise ValueError(f"HeadmaxConfig: norm_eps must be positive, got {self.norm_eps!r}")
+        for name, known in (("output_norm", get_args(OutputNormKind)), ("feature_map", FEATURE_MAPS), ("backend", BACKENDS)):
+            value = getattr(self, name)
+            if value is not None and value not in known:
+                raise ValueError(f"HeadmaxConfig: unknown {name} {value!r}{suggest(value, known)}")
+        if not isinstance(self.mixer, str | list | tuple):
+            raise ValueError(f"HeadmaxConfig: mixer must be a name or a list with one name per layer, got {self.mixer!r}")
         names = [self.mixer] if isinstance(self.mixer, str) else list(self.mixer)
         for name in names:
             if name not in MIXERS:

@@ -52,13 +52,27 @@ class HeadmaxPreTrainedModel(PreTrainedModel):
             init.normal_(module.weight, std=self.config.initializer_range)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 init.zeros_(module.bias)
+            if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+                init.zeros_(module.weight[module.padding_idx])
         elif isinstance(module, Initialized):
             for parameter, value in module.initial_parameters():
                 init.copy_(parameter, value)
 
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return False  # the model makes its own HeadmaxCache
+
+def find_packing(
+    tokens: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cu_seqlens: Tensor | Packing | None
+) -> Packing | None:
+    """The packing of tokens [batch, time, ...]: as given, or where unpadded positions do not count on by one."""
+    packing = check_packing("HeadmaxModel", cu_seqlens, tokens.shape[0], tokens.shape[1], tokens.device)
+    if packing is not None or position_ids is None or torch.compiler.is_compiling():
+        return packing
+    if attention_mask is not None and not attention_mask.all():
+        return None  # padding, whose positions mean nothing
+    if position_ids.shape[0] == 1 and tokens.shape[0] == 1:
+        return Packing.from_positions(position_ids)
+    if (position_ids.diff(dim=1) != 1).any():
+        raise ValueError("position_ids restart inside a row: pack sequences into a batch of one, or pad them and pass attention_mask")
+    return None
 
 
 class HeadmaxModel(HeadmaxPreTrainedModel):
@@ -90,23 +104,33 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
         output_hidden_states: bool | None = None,
         **kwargs: Any,
     ) -> HeadmaxModelOutput:
-        """`cu_seqlens`, or `position_ids` that restart at 0 in a batch of one, pack sequences: nothing crosses their boundaries."""
+        """`cu_seqlens`, or `position_ids` that restart in a batch of one, pack sequences: nothing crosses their boundaries.
+
+        Positions are read on the host for that, so under `torch.compile` pass `cu_seqlens` as a `Packing`.
+        """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if past_key_values is not None and not isinstance(past_key_values, HeadmaxCache):
-            raise ValueError(f"past_key_values must be a HeadmaxCache, got {type(past_key_values).__name__}")
+        batch, time, _ = x.shape
+        if past_key_values is not None:
+            if not isinstance(past_key_values, HeadmaxCache):
+                raise ValueError(f"past_key_values must be a HeadmaxCache, got {type(past_key_values).__name__}")
+            if len(past_key_values.layers) != len(self.layers):
+                raise ValueError(f"past_key_values has {len(past_key_values.layers)} layers, the model {len(self.layers)}")
+        if position_ids is not None and tuple(position_ids.shape) not in ((1, time), (batch, time)):
+            raise ValueError(f"position_ids must be [batch or 1, time] = {[batch, time]}, got {list(position_ids.shape)}")
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
-        packing = self._packing(x, past, position_ids, use_cache, cu_seqlens)
+        packing = find_packing(x, attention_mask, position_ids, cu_seqlens)
+        if packing is not None and (use_cache or past):
+            raise ValueError("packed sequences leave no single state to continue from: pass use_cache=False and no past_key_values")
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and packing is None
         if use_cache and past_key_values is None:
             past_key_values = HeadmaxCache(self.config.num_hidden_layers)
 
-        time = x.shape[1]
         if position_ids is None:
             position_ids = (torch.arange(past, past + time, device=x.device) if packing is None else packing.positions)[None]
-        mask, full_mask = self._masks(x, past, attention_mask, packing)
+        mask, full_mask = self._masks(x, past, attention_mask, packing, use_cache)
         gates: list = []
         hidden_states: list = []
         for n, (block, attends) in enumerate(zip(self.layers, self.uses_attention, strict=True)):
@@ -132,24 +156,19 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
             gates=tuple(gates) if return_gates else None,
         )
 
-    def _packing(
-        self, x: Tensor, past: int, position_ids: Tensor | None, use_cache: bool | None, cu_seqlens: Tensor | Packing | None
-    ) -> Packing | None:
-        packing = check_packing("HeadmaxModel", cu_seqlens, x.shape[0], x.shape[1])
-        if packing is None and position_ids is not None and x.shape[0] == 1 and past == 0 and not use_cache:
-            packing = Packing.from_positions(position_ids)
-        if packing is not None and (use_cache or past):
-            raise ValueError("packed sequences leave no single state to continue from: pass use_cache=False and no past_key_values")
-        return packing
-
-    def _masks(self, x: Tensor, past: int, attention_mask: Tensor | None, packing: Packing | None) -> tuple[Tensor | None, Tensor | None]:
+    def _masks(
+        self, x: Tensor, past: int, attention_mask: Tensor | None, packing: Packing | None, use_cache: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
         """The padding of these tokens [batch, time] for recurrent layers, and the mask of attention layers."""
         batch, time, _ = x.shape
         if attention_mask is not None:
             if attention_mask.ndim != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] not in (time, past + time):
                 raise ValueError(f"attention_mask must be [batch, seen + time] = {[batch, past + time]}, got {list(attention_mask.shape)}")
-            if not torch.compiler.is_compiling() and attention_mask.all():
-                attention_mask = None
+            if not torch.compiler.is_compiling():
+                if attention_mask.all():
+                    attention_mask = None
+                elif use_cache and not all(self.uses_attention) and (attention_mask.diff(dim=1) < 0).any():
+                    raise ValueError("attention_mask must pad on the left where a state is kept, or the state decays through the padding")
         if not any(self.uses_attention):
             return None if attention_mask is None else attention_mask[:, -time:], None
         if attention_mask is not None and attention_mask.shape[1] != past + time:
@@ -169,6 +188,17 @@ class HeadmaxForCausalLM(HeadmaxPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False
+
+    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *_: Any, **__: Any) -> None:  # type: ignore[override]
+        """What `generate` calls for a cache: a HeadmaxCache, the one kind this model has."""
+        if generation_config.cache_implementation not in (None, "dynamic"):
+            raise ValueError(f"cache_implementation {generation_config.cache_implementation!r}: this model has a HeadmaxCache only")
+        if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
+            model_kwargs["past_key_values"] = HeadmaxCache(self.config.num_hidden_layers)
+
     @can_return_tuple
     def forward(
         self,
@@ -185,6 +215,16 @@ class HeadmaxForCausalLM(HeadmaxPreTrainedModel, GenerationMixin):
         output_hidden_states: bool | None = None,
         **kwargs: Any,
     ) -> HeadmaxCausalLMOutput:
+        """As any Hugging Face causal LM; `cu_seqlens` (or `cu_seq_lens_q`) packs sequences, `return_gates` adds `.gates`."""
+        if cu_seqlens is None:
+            cu_seqlens = kwargs.pop("cu_seq_lens_q", None)
+        if "seq_idx" in kwargs and position_ids is None and cu_seqlens is None:
+            raise ValueError("seq_idx alone does not tell where sequences lie: pass cu_seqlens or position_ids")
+        tokens = input_ids if input_ids is not None else inputs_embeds
+        if labels is not None and tokens is not None:
+            cu_seqlens = find_packing(tokens, attention_mask, position_ids, cu_seqlens)
+            if cu_seqlens is not None:  # the last token of a sequence does not predict the first of the next
+                labels = labels.masked_fill(cu_seqlens.positions == 0, -100)
         output = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,

@@ -56,7 +56,7 @@ def check_recurrence(
     for name, gate in (("read_gate", read_gate), ("write_gate", write_gate)):
         if gate is not None:
             check_shape(op, name, gate, "batch, time, heads", (batch, time, out_heads))
-    packing = check_packing(op, cu_seqlens, batch, time)
+    packing = check_packing(op, cu_seqlens, batch, time, q.device)
     if initial_state is not None:
         count, axes = (batch, "batch") if packing is None else (packing.num_sequences, "sequences")
         check_shape(op, "initial_state", initial_state, f"{axes}, heads, key, value", (count, out_heads, key, v.shape[3]))
@@ -71,10 +71,12 @@ def check_device(op: str, name: str, x: Tensor | None, q: Tensor) -> None:
         raise ValueError(f"{op}: {name} must be on q's device {q.device}, got {x.device}")
 
 
-def check_packing(op: str, cu_seqlens: Tensor | Packing | None, batch: int, time: int) -> Packing | None:
+def check_packing(op: str, cu_seqlens: Tensor | Packing | None, batch: int, time: int, device: torch.device) -> Packing | None:
     if cu_seqlens is None:
         return None
-    packing = cu_seqlens if isinstance(cu_seqlens, Packing) else Packing(cu_seqlens)
+    packing = cu_seqlens if isinstance(cu_seqlens, Packing) else Packing(cu_seqlens, device)
+    if packing.cu_seqlens.device != device:
+        raise ValueError(f"{op}: cu_seqlens is on {packing.cu_seqlens.device}, the inputs on {device}: use Packing.to")
     if batch != 1:
         raise ValueError(f"{op}: cu_seqlens packs sequences into batch 1, got batch {batch}")
     if packing.num_tokens != time:

@@ -26,15 +26,20 @@ class Chunks:
     def __init__(self, time: int, packing: Packing | None) -> None:
         self.time = time
         self.packing = packing
-        self.size = CHUNK if packing is not None or time > CHUNK // 2 else 1 << (time - 1).bit_length()
-        self.starts = torch.empty(0, dtype=torch.int64) if packing is None else packing.chunk_starts
+        if packing is not None:
+            self.size = packing.size
+        elif torch.compiler.is_compiling() or time > CHUNK // 2:  # one compiled graph serves every length
+            self.size = CHUNK
+        else:
+            self.size = 1 << (time - 1).bit_length()
+        self.starts = torch.empty(0, dtype=torch.int64) if packing is None else packing.slot_starts
 
     def split(self, x: Tensor) -> Tensor:
         flat = x.flatten(3) if x.ndim > 3 else x.unsqueeze(-1)
         if self.packing is None:
-            flat = F.pad(flat, (0, 0, 0, 0, 0, -self.time % self.size))
+            flat = F.pad(flat, (0, 0, 0, 0, 0, (self.time + self.size - 1) // self.size * self.size - self.time))
         else:
-            flat = F.pad(flat, (0, 0, 0, 0, 0, 1)).index_select(1, self.packing.chunk_tokens)
+            flat = F.pad(flat, (0, 0, 0, 0, 0, 1)).index_select(1, self.packing.slot_tokens)
         chunked = flat.unflatten(1, (-1, self.size)).transpose(2, 3)
         return chunked if x.ndim > 3 else chunked.squeeze(-1)
 

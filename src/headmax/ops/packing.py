@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 CHUNK = 64
-"""Tokens per chunk in the packed layout; every chunked backend shares it."""
+"""Tokens per chunk; every chunked backend shares it."""
 
 
 class Packing:
@@ -24,12 +24,18 @@ class Packing:
     """[T] which sequence a token belongs to."""
     positions: Tensor
     """[T] a token's place in its own sequence."""
-    chunk_tokens: Tensor
-    """[num_chunks * CHUNK] the token in each slot of the chunked layout, T for an empty slot."""
+    size: int
+    """Slots per chunk of the padded layout: CHUNK, or less where every sequence is shorter."""
+    slot_tokens: Tensor
+    """[chunks * size] the token in each slot of the padded layout, T for an empty slot."""
     token_slots: Tensor
-    """[T] the slot of each token: the inverse of `chunk_tokens`."""
+    """[T] the slot of each token: the inverse of `slot_tokens`."""
+    slot_starts: Tensor
+    """[N+1] int64 on the host: the first chunk of each sequence in the padded layout, and the number of chunks."""
+    chunk_table: Tensor
+    """[chunks, 2] first token and number of tokens of each chunk of CHUNK tokens, for kernels, which need no padding."""
     chunk_starts: Tensor
-    """[N+1] int64 on the host: the first chunk of each sequence, and the number of chunks."""
+    """[N+1] the first of those chunks of each sequence, on the device."""
 
     def __init__(self, cu_seqlens: Tensor | Sequence[int], device: torch.device | str | None = None) -> None:
         if isinstance(cu_seqlens, Tensor):
@@ -40,19 +46,29 @@ class Packing:
         lengths = bounds.diff()
         if bounds.numel() < 2 or bounds[0] != 0 or (lengths <= 0).any():
             raise ValueError(f"cu_seqlens must rise strictly from 0, one step per sequence, got {_preview(bounds)}")
-        chunks = (lengths + CHUNK - 1) // CHUNK
-        starts = torch.cat([chunks.new_zeros(1), chunks.cumsum(0)])
+        total = int(bounds[-1])
         ids = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-        positions = torch.arange(int(bounds[-1])) - bounds[ids]
-        slots = starts[ids] * CHUNK + positions
-        tokens = torch.full((int(starts[-1]) * CHUNK,), int(bounds[-1]))
-        tokens[slots] = torch.arange(int(bounds[-1]))
-        self.cu_seqlens = bounds.to(device, non_blocking=True)
-        self.sequence_ids = ids.to(device, non_blocking=True)
-        self.positions = positions.to(device, non_blocking=True)
-        self.chunk_tokens = tokens.to(device, non_blocking=True)
-        self.token_slots = slots.to(device, non_blocking=True)
-        self.chunk_starts = starts
+        positions = torch.arange(total) - bounds[ids]
+
+        self.size = min(CHUNK, 1 << (int(lengths.max()) - 1).bit_length())
+        self.slot_starts = _starts(lengths, self.size)
+        slots = self.slot_starts[ids] * self.size + positions
+        tokens = torch.full((int(self.slot_starts[-1]) * self.size,), total)
+        tokens[slots] = torch.arange(total)
+
+        starts = _starts(lengths, CHUNK)
+        first = (positions % CHUNK == 0).nonzero().flatten()
+        table = torch.stack([first, (bounds[1:][ids[first]] - first).clamp_max(CHUNK)], dim=1)
+        self.cu_seqlens, self.sequence_ids, self.positions = bounds, ids, positions
+        self.slot_tokens, self.token_slots, self.chunk_table, self.chunk_starts = tokens, slots, table, starts
+        if device is not None:
+            self.to(device)
+
+    def to(self, device: torch.device | str) -> Packing:
+        """Moves the device tables, in place as `nn.Module.to` does."""
+        for name in ("cu_seqlens", "sequence_ids", "positions", "slot_tokens", "token_slots", "chunk_table", "chunk_starts"):
+            setattr(self, name, getattr(self, name).to(device, non_blocking=True))
+        return self
 
     @property
     def num_sequences(self) -> int:
@@ -64,14 +80,21 @@ class Packing:
 
     @classmethod
     def from_positions(cls, position_ids: Tensor) -> Packing | None:
-        """The packing that positions restarting at 0 describe, as `DataCollatorWithFlattening` makes them; None if they never restart."""
-        starts = (position_ids.flatten() == 0).nonzero().flatten()
-        if starts.numel() < 2 or int(starts[0]) != 0:
+        """The packing of one row whose positions do not count on by one somewhere, as `DataCollatorWithFlattening` makes them, or None."""
+        row = position_ids.flatten()
+        breaks = (row.diff() != 1).nonzero().flatten() + 1
+        if breaks.numel() == 0:
             return None
-        return cls(torch.cat([starts, starts.new_tensor([position_ids.numel()])]))
+        return cls(torch.cat([breaks.new_zeros(1), breaks, breaks.new_tensor([row.numel()])]))
 
     def __repr__(self) -> str:
         return f"Packing({self.num_sequences} sequences, {self.num_tokens} tokens)"
+
+
+def _starts(lengths: Tensor, size: int) -> Tensor:
+    """The first chunk of each sequence when every sequence starts a chunk of its own, and the number of chunks."""
+    chunks = (lengths + size - 1) // size
+    return torch.cat([chunks.new_zeros(1), chunks.cumsum(0)])
 
 
 def _preview(bounds: Tensor) -> str:

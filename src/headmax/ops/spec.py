@@ -27,12 +27,15 @@ class Case:
     value: int = 40
     value_heads: int | None = None
     """Heads of v where they differ from those of q and k (gated delta rule only)."""
-    gates: bool = False
+    gates: str = ""
+    """Which gates there are: "", "read", "write" or "both"."""
     initial_state: bool = False
     lengths: tuple[int, ...] | None = None
     """Packed sequences: their lengths, which sum to `time`."""
     decay: str = "soft"
     """"none", "head", "soft" (0 to -1 a step), "mixed" (also steps of -100 and of 0)."""
+    normalize: bool = True
+    """Whether the op scales q and k to unit length (gated delta rule only)."""
 
     @property
     def out_heads(self) -> int:
@@ -44,8 +47,14 @@ class Case:
 
     def __str__(self) -> str:
         parts = [f"B{self.batch}T{self.time}H{self.heads}K{self.key}V{self.value}", self.decay]
-        parts += [f"hv{self.value_heads}"] * bool(self.value_heads) + ["gates"] * self.gates + ["s0"] * self.initial_state
-        return "-".join(parts + ["packed"] * bool(self.lengths))
+        marks = {
+            f"hv{self.value_heads}": self.value_heads,
+            f"gates-{self.gates}": self.gates,
+            "s0": self.initial_state,
+            "packed": self.lengths,
+            "raw": not self.normalize,
+        }
+        return "-".join(parts + [mark for mark, there in marks.items() if there])
 
 
 @dataclass(frozen=True)
@@ -72,8 +81,8 @@ class Spec:
             "v": torch.randn(*rows, case.out_heads, case.value, generator=generator),
         }
         made |= self.extra_inputs(case, generator)
-        if case.gates:
-            for name in ("read_gate", "write_gate"):
+        for name in ("read_gate", "write_gate"):
+            if case.gates in ("both", name.removesuffix("_gate")):
                 made[name] = torch.randn(*rows, case.out_heads, generator=generator).softmax(-1)
         if case.initial_state:
             made["initial_state"] = torch.randn(case.sequences, case.out_heads, case.key, case.value, generator=generator)
@@ -132,15 +141,19 @@ def covering_cases(variants: Mapping[str, Any] | None = None) -> tuple[Case, ...
     """Every length, width and feature at least once, long sequences with narrow heads: a covering set, not the full product."""
     extra = dict(variants or {})
     return (
-        Case(time=1, key=20, value=40, gates=True, initial_state=True, **extra),
-        Case(batch=2, time=17, heads=3, key=40, value=80, gates=True, **extra),
+        Case(time=1, key=20, value=40, gates="both", initial_state=True, **extra),
+        Case(batch=2, time=17, heads=3, key=40, value=80, gates="both", **extra),
         Case(time=64, key=80, value=160, initial_state=True, **extra),
-        Case(batch=2, time=100, heads=1, key=96, value=192, gates=True, initial_state=True, **extra),
+        Case(batch=2, time=100, heads=1, key=96, value=192, gates="both", initial_state=True, **extra),
         Case(time=100, heads=2, key=128, value=256, **extra),
-        Case(time=65, heads=1, key=160, value=320, gates=True, **extra),
-        Case(time=63, heads=1, key=192, value=384, initial_state=True, **extra),
-        Case(time=17, heads=1, key=256, value=512, gates=True, initial_state=True, **extra),
-        Case(time=1000, heads=2, key=20, value=20, gates=True, initial_state=True, **extra),
-        Case(time=151, heads=2, key=40, value=20, gates=True, initial_state=True, lengths=(1, 17, 64, 69), **extra),
+        Case(time=65, heads=1, key=160, value=320, gates="read", **extra),
+        Case(time=63, heads=1, key=192, value=384, gates="write", initial_state=True, **extra),
+        Case(time=17, heads=1, key=256, value=512, gates="both", initial_state=True, **extra),
+        Case(time=1000, heads=2, key=20, value=20, gates="both", initial_state=True, **extra),
+        Case(time=151, heads=2, key=40, value=20, gates="both", initial_state=True, lengths=(1, 17, 64, 69), **extra),
         Case(time=130, heads=2, key=20, value=40, lengths=(65, 65), **extra),
+        Case(time=40, heads=2, key=20, value=40, gates="read", lengths=(3, 1, 5, 2, 7, 8, 8, 6), **extra),
+        Case(time=17, heads=1, key=320, value=96, gates="both", **extra),
+        Case(time=17, heads=1, key=384, value=128, initial_state=True, **extra),
+        Case(time=33, heads=1, key=512, value=128, gates="write", **extra),
     )

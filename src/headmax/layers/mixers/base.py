@@ -68,8 +68,10 @@ class RecurrentMixer(Initialized):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        self.num_heads, self.num_v_heads = num_heads, num_v_heads or num_heads
-        if self.num_v_heads % num_heads:
+        if not isinstance(head_gate, HeadGateConfig | None):
+            raise ValueError(f"head_gate must be a HeadGateConfig or None, got {head_gate!r}")
+        self.num_heads, self.num_v_heads = num_heads, num_heads if num_v_heads is None else num_v_heads
+        if self.num_v_heads < 1 or self.num_v_heads % num_heads:
             raise ValueError(f"num_v_heads must be a multiple of num_heads {num_heads}, got {num_v_heads}")
         self.head_k_dim, self.head_v_dim, self.backend = head_k_dim, head_v_dim, backend
         key, value = num_heads * head_k_dim, self.num_v_heads * head_v_dim
@@ -98,9 +100,12 @@ class RecurrentMixer(Initialized):
         packing: Packing | None = None,
         mask: Tensor | None = None,
     ) -> MixerOutput:
-        """x [B,T,E] → MixerOutput. `mask` [B,T] is 0 where a token is padding: it then leaves no trace in the state."""
+        """x [B,T,E] → MixerOutput. `mask` [B,T] is 0 where a token is padding: on the left, where it leaves no trace in the state.
+
+        On the right it changes no output before it, but the state then decays through it and must not be continued.
+        """
         if mask is not None:
-            x = x * mask.unsqueeze(-1).to(x.dtype)
+            x = x.masked_fill(~mask.bool().unsqueeze(-1), 0.0)
         q, k, v, conv = self.project(x, state, packing)
         read, write = (None, None) if self.head_gate is None else self.head_gate(q, k, x)
         o, recurrent = self.recur(

@@ -41,7 +41,7 @@ class GatedDeltaNet(RecurrentMixer):
             hidden_size,
             num_heads,
             head_k_dim=head_width("head_k_dim", head_k_dim, hidden_size // 2, num_heads),
-            head_v_dim=head_width("head_v_dim", head_v_dim, hidden_size, num_v_heads or num_heads),
+            head_v_dim=head_width("head_v_dim", head_v_dim, hidden_size, num_heads if num_v_heads is None else max(num_v_heads, 1)),
             num_v_heads=num_v_heads,
             conv_size=conv_size,
             output_norm=output_norm,

@@ -9,12 +9,16 @@ from torch import Tensor
 from headmax.ops.checks import check_device, check_recurrence, check_shape
 from headmax.ops.gla import chunkwise, reference
 from headmax.ops.packing import Packing
-from headmax.ops.registry import no_autocast, select
+from headmax.ops.registry import Lazy, Table, no_autocast, select
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-BACKENDS = {"reference": reference.gla, "chunkwise": chunkwise.gla}
+BACKENDS: Table = {
+    "reference": reference.gla,
+    "chunkwise": chunkwise.gla,
+    "triton": Lazy("headmax.ops.gla.triton_chunk", "gla", needs="triton"),
+}
 
 
 def gla(

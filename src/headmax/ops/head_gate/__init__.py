@@ -40,7 +40,9 @@ def head_gate(
         got = list(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
         raise ValueError(f"head_gate: weight must be [heads, dim], got {got}")
     check_shape("head_gate", "weight", weight, "heads, dim", (weight.shape[0], x.shape[-1]))
-    if x.ndim == 4 and (weight.shape[0] == 0 or weight.shape[0] % x.shape[2]):
+    if 0 in (*x.shape, weight.shape[0]):
+        raise ValueError(f"head_gate: x {list(x.shape)} and weight {list(weight.shape)} must have no empty axis")
+    if x.ndim == 4 and weight.shape[0] % x.shape[2]:
         raise ValueError(f"head_gate: weight must have a multiple of x's {x.shape[2]} heads, got {weight.shape[0]}")
     check_device("head_gate", "weight", weight, x)
     if kind not in ("softmax", "sigmoid"):

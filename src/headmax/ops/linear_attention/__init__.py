@@ -9,12 +9,16 @@ from torch import Tensor
 from headmax.ops.checks import check_device, check_recurrence, check_shape
 from headmax.ops.linear_attention import chunkwise, reference
 from headmax.ops.packing import Packing
-from headmax.ops.registry import no_autocast, select
+from headmax.ops.registry import Lazy, Table, no_autocast, select
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-BACKENDS = {"reference": reference.linear_attention, "chunkwise": chunkwise.linear_attention}
+BACKENDS: Table = {
+    "reference": reference.linear_attention,
+    "chunkwise": chunkwise.linear_attention,
+    "triton": Lazy("headmax.ops.linear_attention.triton_chunk", "linear_attention", needs="triton"),
+}
 
 
 def linear_attention(

@@ -1,0 +1,40 @@
+"""The README tells the truth: its code runs, its commands exist, its figures are the records', its tree is the tree."""
+
+import re
+from pathlib import Path
+
+from headmax.bench import readme
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "README.md").read_text()
+
+
+def test_its_code_runs() -> None:
+    scope: dict = {}
+    blocks = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(block, scope)
+    assert scope["read"].shape == (1, 100, 4)
+    assert scope["output"].loss.isfinite()
+    assert scope["o"].shape == (1, 100, 4, 32)
+
+
+def test_its_commands_exist() -> None:
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    for target in re.findall(r"make ([a-z-]+)", TEXT):
+        assert target in targets
+
+
+def test_its_figures_are_those_of_the_records() -> None:
+    assert readme.render(TEXT) == TEXT
+    assert TEXT.count("<!-- generated: ") == len(readme.SECTIONS)
+
+
+def test_its_tree_is_the_tree() -> None:
+    tree = TEXT.split("## The tree")[1].split("```")[1]
+    for name in re.findall(r"^  (?:  )?([a-z_]+(?:\.py|/))", tree, flags=re.MULTILINE):
+        assert list((ROOT / "src/headmax").rglob(name.rstrip("/"))), name
+    for path in (ROOT / "src/headmax").iterdir():
+        if path.name != "__pycache__" and (path.is_dir() or path.suffix == ".py"):
+            assert path.name in tree or path.name in ("__init__.py", "__main__.py"), f"{path.name} is not in the tree"
