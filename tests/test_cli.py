@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from headmax import demo, records
+from headmax import records
+from headmax.demo import recall as demo
 
 
 def headmax(*arguments: str) -> subprocess.CompletedProcess:

@@ -50,7 +50,7 @@ def demo(
         out: where the picture and the records go.
         record: also append the records to this file.
     """
-    from headmax.demo import run
+    from headmax.demo.recall import run
 
     run(seed=seed, heads=heads, pairs=pairs, key=key, steps=steps, out=out, record=record)
 

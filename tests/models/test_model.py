@@ -119,7 +119,10 @@ def test_prefill_in_pieces_and_other_caches() -> None:
 def test_right_padding_is_fine_without_a_state_and_refused_with_one() -> None:
     model, ids = make("gla"), tokens(1, 9)
     mask = torch.tensor([[1] * 6 + [0] * 3])
-    assert close(model(ids, attention_mask=mask, use_cache=False).logits[:, :6], model(ids[:, :6]).logits)
+    output = model(ids, attention_mask=mask)
+    assert close(output.logits[:, :6], model(ids[:, :6]).logits)
+    assert output.past_key_values is None
+    assert make("attention")(ids, attention_mask=mask.bool(), use_cache=True).past_key_values.get_seq_length() == 9
     with pytest.raises(ValueError, match="attention_mask must pad on the left where a state is kept"):
         model(ids, attention_mask=mask, use_cache=True)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from headmax import records
-from headmax.demo import VARIANTS, mean, seed_scores
+from headmax.demo.recall import VARIANTS, mean, seed_scores
 
 
 def kernels() -> str:

@@ -75,6 +75,13 @@ def find_packing(
     return None
 
 
+def pads_on_the_right(attention_mask: Tensor | None) -> bool:
+    """Whether padding follows a token somewhere; not known under `torch.compile`, which cannot look."""
+    if attention_mask is None or attention_mask.ndim != 2 or torch.compiler.is_compiling():
+        return False
+    return bool((attention_mask.int().diff(dim=1) < 0).any())
+
+
 class HeadmaxModel(HeadmaxPreTrainedModel):
     """Embedding, blocks, final norm."""
 
@@ -123,14 +130,17 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
         packing = find_packing(x, attention_mask, position_ids, cu_seqlens)
         if packing is not None and (use_cache or past):
             raise ValueError("packed sequences leave no single state to continue from: pass use_cache=False and no past_key_values")
+        pads_right = pads_on_the_right(attention_mask)
         if use_cache is None:
-            use_cache = self.config.use_cache and not self.training and packing is None
+            use_cache = self.config.use_cache and not self.training and packing is None and not pads_right
+        elif use_cache and pads_right and not all(self.uses_attention):
+            raise ValueError("attention_mask must pad on the left where a state is kept, or the state decays through the padding")
         if use_cache and past_key_values is None:
             past_key_values = HeadmaxCache(self.config.num_hidden_layers)
 
         if position_ids is None:
             position_ids = (torch.arange(past, past + time, device=x.device) if packing is None else packing.positions)[None]
-        mask, full_mask = self._masks(x, past, attention_mask, packing, use_cache)
+        mask, full_mask = self._masks(x, past, attention_mask, packing)
         gates: list = []
         hidden_states: list = []
         for n, (block, attends) in enumerate(zip(self.layers, self.uses_attention, strict=True)):
@@ -156,19 +166,14 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
             gates=tuple(gates) if return_gates else None,
         )
 
-    def _masks(
-        self, x: Tensor, past: int, attention_mask: Tensor | None, packing: Packing | None, use_cache: bool
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def _masks(self, x: Tensor, past: int, attention_mask: Tensor | None, packing: Packing | None) -> tuple[Tensor | None, Tensor | None]:
         """The padding of these tokens [batch, time] for recurrent layers, and the mask of attention layers."""
         batch, time, _ = x.shape
         if attention_mask is not None:
             if attention_mask.ndim != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] not in (time, past + time):
                 raise ValueError(f"attention_mask must be [batch, seen + time] = {[batch, past + time]}, got {list(attention_mask.shape)}")
-            if not torch.compiler.is_compiling():
-                if attention_mask.all():
-                    attention_mask = None
-                elif use_cache and not all(self.uses_attention) and (attention_mask.diff(dim=1) < 0).any():
-                    raise ValueError("attention_mask must pad on the left where a state is kept, or the state decays through the padding")
+            if not torch.compiler.is_compiling() and attention_mask.all():
+                attention_mask = None
         if not any(self.uses_attention):
             return None if attention_mask is None else attention_mask[:, -time:], None
         if attention_mask is not None and attention_mask.shape[1] != past + time:

@@ -76,7 +76,7 @@ def train(
 
 def run(*, seed: int, heads: int, pairs: int, key: int, steps: int, out: Path, record: Path | None) -> None:
     """Trains the variants on the same data from the same seed, draws the picture, prints the table and what earlier seeds gave."""
-    from headmax.demo_figure import draw, require_matplotlib
+    from headmax.demo.figure import draw, require_matplotlib
 
     require_matplotlib()
     if steps < 1:

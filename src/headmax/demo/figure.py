@@ -11,7 +11,7 @@ import torch
 from headmax.data.mqar import MQAR
 
 if TYPE_CHECKING:
-    from headmax.demo import Run
+    from headmax.demo.recall import Run
 
 COLOURS = {"plain": "#8a8f98", "uniform": "#d98e32", "softmax": "#2f6fd0"}
 

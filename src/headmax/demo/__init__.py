@@ -1,0 +1,1 @@
+"""make demo: one tiny backbone trained three times on associative recall."""
