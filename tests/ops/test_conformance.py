@@ -28,11 +28,10 @@ def test_chunkwise_agrees_with_the_oracle(name: str, case: Case, dtype: torch.dt
         assert distance(x, expected[key]) <= bound, f"{key}: {distance(x, expected[key]):.2e} > {bound}"
 
 
-WITH_TRITON = ("linear_attention", "gla")
 INTERPRETED = [
     pytest.param(name, case, id=f"{name}-{case}")
-    for name in WITH_TRITON
-    for case in SPECS[name].cases
+    for name, spec in SPECS.items()
+    for case in spec.cases
     if case.time <= 151 and case.key <= 96 and case.gates in ("", "both")
 ]
 
@@ -58,7 +57,7 @@ def test_triton_kernels_under_the_interpreter(name: str, case: Case) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype).removeprefix("torch."))
-@pytest.mark.parametrize(("name", "case"), [case for case in CASES if case.values[0] in WITH_TRITON and case.values[1].key <= 256])
+@pytest.mark.parametrize(("name", "case"), [case for case in CASES if case.values[1].key <= 256])
 def test_triton_on_the_gpu(name: str, case: Case, dtype: torch.dtype) -> None:
     check(name, case, dtype, "cuda", BOUNDS.get(dtype, BOUNDS[torch.bfloat16]))
 

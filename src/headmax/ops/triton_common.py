@@ -22,6 +22,13 @@ def dot_precision(dtype: torch.dtype) -> str:
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
+def check_kernel_limits(q: Tensor, v: Tensor) -> None:
+    if q.dtype == torch.float64:
+        raise ValueError("backend 'triton': q, k and v must be float32, bfloat16 or float16, got torch.float64; use 'chunkwise'")
+    if q.shape[3] > 256 or v.shape[3] > 512:
+        raise ValueError(f"backend 'triton': heads are at most 256 (key) and 512 (value) wide, got {q.shape[3]} and {v.shape[3]}")
+
+
 @dataclass(frozen=True)
 class Layout:
     """How a call's tokens lie: one sequence per batch row, or packed as the tables say."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from headmax.ops.packing import CHUNK, Packing
 from headmax.ops.triton_channel import channel_score_gradients, channel_scores, channel_sums
-from headmax.ops.triton_common import Layout, block, chunk_span, dot_precision, sequence_span
+from headmax.ops.triton_common import Layout, block, check_kernel_limits, chunk_span, dot_precision, sequence_span
 
 
 @triton.jit
@@ -85,7 +85,7 @@ def decayed_states_kernel(
         t_k, t_v = tl.load(p_k, mask=in_k, other=0.0), tl.load(p_v, mask=in_v, other=0.0)
         factor = row_values(write_gate, token, count, head, H, C, GATED)[:, None]
         if DECAY == "channel":
-            step, _, after = channel_sums(log_decay, token, count, head, k_start, H, K, C, BK)
+            step, before, after = channel_sums(log_decay, token, count, head, k_start, H, K, C, BK)
             factor = factor * tl.exp(after)
             state *= tl.exp(tl.sum(step, 0))[:, None]
         elif DECAY != "none":
@@ -132,12 +132,12 @@ def decayed_output_kernel(
     from_state, scores = tl.zeros([C, BV], tl.float32), tl.zeros([C, C], tl.float32)
     for k_start in range(0, K, BK):
         p_q, inside = tile(q, first, count, head, k_start, H, K, C, BK)
-        p_k, _ = tile(k, first, count, head, k_start, H, K, C, BK)
+        p_k, in_k = tile(k, first, count, head, k_start, H, K, C, BK)
         p_s, in_s = state_tile(states, chunk.to(tl.int64) * H + head, k_start, v_start, K, V, BK, BV)
         t_q, t_s = tl.load(p_q, mask=inside, other=0.0), tl.load(p_s, mask=in_s, other=0.0)
         t_k = tl.load(p_k, mask=inside, other=0.0)
         if DECAY == "channel":
-            step, before, _ = channel_sums(log_decay, first, count, head, k_start, H, K, C, BK)
+            step, before, after = channel_sums(log_decay, first, count, head, k_start, H, K, C, BK)
             scores += channel_scores(t_q, t_k, step, before, count, C, BK, PRECISION)
             t_q = (t_q.to(tl.float32) * tl.exp(before)).to(t_s.dtype)
         else:
@@ -146,7 +146,7 @@ def decayed_output_kernel(
     if DECAY == "channel":
         scores = tl.where(causal_mask(count, C), scores, 0.0)
     else:
-        d, from_start, _, _ = decay_matrix(log_decay, first, count, head, H, C, DECAY)
+        d, from_start, to_end, whole = decay_matrix(log_decay, first, count, head, H, C, DECAY)
         scores *= d
         from_state *= from_start[:, None]
     write = row_values(write_gate, first, count, head, H, C, WRITE)
@@ -184,7 +184,7 @@ def decayed_state_gradients_kernel(
         t_q, t_o = tl.load(p_q, mask=in_q, other=0.0), tl.load(p_o, mask=in_o, other=0.0)
         factor = row_values(read_gate, first, count, head, H, C, GATED)[:, None] * scale
         if DECAY == "channel":
-            step, before, _ = channel_sums(log_decay, first, count, head, k_start, H, K, C, BK)
+            step, before, after = channel_sums(log_decay, first, count, head, k_start, H, K, C, BK)
             factor = factor * tl.exp(before)
             gradient *= tl.exp(tl.sum(step, 0))[:, None]
         elif DECAY != "none":
@@ -213,9 +213,9 @@ def decayed_query_key_gradients_kernel(
     kept = tl.zeros([BK], tl.float32)
     for v_start in range(0, V, BV):
         p_v, inside = tile(v, first, count, head, v_start, H, V, C, BV)
-        p_o, _ = tile(d_o, first, count, head, v_start, H, V, C, BV)
+        p_o, in_o = tile(d_o, first, count, head, v_start, H, V, C, BV)
         p_s, in_s = state_tile(states, chunk.to(tl.int64) * H + head, k_start, v_start, K, V, BK, BV)
-        p_d, _ = state_tile(d_states, chunk.to(tl.int64) * H + head, k_start, v_start, K, V, BK, BV)
+        p_d, in_d = state_tile(d_states, chunk.to(tl.int64) * H + head, k_start, v_start, K, V, BK, BV)
         t_v, t_o = tl.load(p_v, mask=inside, other=0.0), tl.load(p_o, mask=inside, other=0.0)
         t_s, t_d = tl.load(p_s, mask=in_s, other=0.0), tl.load(p_d, mask=in_s, other=0.0)
         scores += tl.dot(t_o, tl.trans(t_v), input_precision=PRECISION)
@@ -226,7 +226,7 @@ def decayed_query_key_gradients_kernel(
     write = row_values(write_gate, first, count, head, H, C, WRITE)[:, None]
     read = row_values(read_gate, first, count, head, H, C, READ)[:, None]
     p_q, inside = tile(q, first, count, head, k_start, H, K, C, BK)
-    p_k, _ = tile(k, first, count, head, k_start, H, K, C, BK)
+    p_k, in_k = tile(k, first, count, head, k_start, H, K, C, BK)
     t_q, t_k = tl.load(p_q, mask=inside, other=0.0), tl.load(p_k, mask=inside, other=0.0)
     gated_q, gated_k = t_q.to(tl.float32) * (read * scale), t_k.to(tl.float32) * write
     if DECAY == "channel":
@@ -245,8 +245,8 @@ def decayed_query_key_gradients_kernel(
         g_k = tl.dot(tl.trans(scores), gated_q.to(t_q.dtype), input_precision=PRECISION)
     g_q += from_state
     g_k += from_later
-    p_dq, _ = tile(d_q, first, count, head, k_start, H, K, C, BK)
-    p_dk, _ = tile(d_k, first, count, head, k_start, H, K, C, BK)
+    p_dq, in_dq = tile(d_q, first, count, head, k_start, H, K, C, BK)
+    p_dk, in_dk = tile(d_k, first, count, head, k_start, H, K, C, BK)
     tl.store(p_dq, (g_q * (read * scale)).to(d_q.dtype.element_ty), mask=inside)
     tl.store(p_dk, (g_k * write).to(d_k.dtype.element_ty), mask=inside)
     part = (k_block.to(tl.int64) * tokens + first + rows) * H + head
@@ -258,7 +258,7 @@ def decayed_query_key_gradients_kernel(
         # b_i scales what token i reads and divides what it wrote; the chunk's sum scales all that leaves it
         each, leaves = g_q * gated_q - g_k * gated_k, whole * kept + tl.sum(from_later * gated_k, 0)
         if DECAY == "channel":
-            p_g, _ = tile(d_decay, first, count, head, k_start, H, K, C, BK)
+            p_g, in_g = tile(d_decay, first, count, head, k_start, H, K, C, BK)
             tl.store(p_g, tl.cumsum(each, 0, reverse=True) + leaves[None, :], mask=inside)
         else:
             tl.store(d_decay + part, tl.cumsum(tl.sum(each, 1), 0, reverse=True) + tl.sum(leaves, 0), mask=rows < count)
@@ -268,28 +268,29 @@ def decayed_query_key_gradients_kernel(
 def decayed_value_gradients_kernel(
     q, k, d_o, log_decay, read_gate, write_gate, d_states, d_v, table, scale, T,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    DECAY: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    DECAY: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr, LATER: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dV = exp(b_C - b) write_gate K dS + (scale read_gate Q K^T ⊙ D ⊙ write_gate)^T dO"""
+    """dV = exp(b_C - b) write_gate K dS + (scale read_gate Q K^T ⊙ D ⊙ write_gate)^T dO, without the first term unless LATER."""
     v_start, chunk, head = tl.program_id(0) * BV, tl.program_id(1), tl.program_id(2)
     first, count = chunk_span(chunk, table, T, C, PACKED)
     from_later, scores = tl.zeros([C, BV], tl.float32), tl.zeros([C, C], tl.float32)
     for k_start in range(0, K, BK):
         p_q, inside = tile(q, first, count, head, k_start, H, K, C, BK)
-        p_k, _ = tile(k, first, count, head, k_start, H, K, C, BK)
-        p_d, in_d = state_tile(d_states, chunk.to(tl.int64) * H + head, k_start, v_start, K, V, BK, BV)
-        t_q, t_k, t_d = tl.load(p_q, mask=inside, other=0.0), tl.load(p_k, mask=inside, other=0.0), tl.load(p_d, mask=in_d, other=0.0)
+        p_k, in_k = tile(k, first, count, head, k_start, H, K, C, BK)
+        t_q, t_k = tl.load(p_q, mask=inside, other=0.0), tl.load(p_k, mask=inside, other=0.0)
         if DECAY == "channel":
             step, before, after = channel_sums(log_decay, first, count, head, k_start, H, K, C, BK)
             scores += channel_scores(t_q, t_k, step, before, count, C, BK, PRECISION)
-            t_k = (t_k.to(tl.float32) * tl.exp(after)).to(t_d.dtype)
+            t_k = (t_k.to(tl.float32) * tl.exp(after)).to(t_q.dtype)
         else:
             scores += tl.dot(t_q, tl.trans(t_k), input_precision=PRECISION)
-        from_later += tl.dot(t_k, t_d, input_precision=PRECISION)
+        if LATER:
+            p_d, in_d = state_tile(d_states, chunk.to(tl.int64) * H + head, k_start, v_start, K, V, BK, BV)
+            from_later += tl.dot(t_k, tl.load(p_d, mask=in_d, other=0.0), input_precision=PRECISION)
     if DECAY == "channel":
         scores = tl.where(causal_mask(count, C), scores, 0.0)
     else:
-        d, _, to_end, _ = decay_matrix(log_decay, first, count, head, H, C, DECAY)
+        d, from_start, to_end, whole = decay_matrix(log_decay, first, count, head, H, C, DECAY)
         scores *= d
         from_later *= to_end[:, None]
     write = row_values(write_gate, first, count, head, H, C, WRITE)
@@ -298,7 +299,7 @@ def decayed_value_gradients_kernel(
     t_o = tl.load(p_o, mask=inside, other=0.0)
     scores = tl.trans((scores * read[:, None]).to(t_o.dtype))
     g_v = (from_later + tl.dot(scores, t_o, input_precision=PRECISION)) * write[:, None]
-    p_dv, _ = tile(d_v, first, count, head, v_start, H, V, C, BV)
+    p_dv, in_dv = tile(d_v, first, count, head, v_start, H, V, C, BV)
     tl.store(p_dv, g_v.to(d_v.dtype.element_ty), mask=inside)
 
 
@@ -306,7 +307,7 @@ def _decay_kind(log_decay: Tensor | None) -> str:
     return "none" if log_decay is None else {1: "head", 3: "token", 4: "channel"}[log_decay.ndim]
 
 
-def _shape(q: Tensor, v: Tensor, log_decay: Tensor | None, layout: Layout) -> dict[str, Any]:
+def shape_arguments(q: Tensor, v: Tensor, log_decay: Tensor | None, layout: Layout) -> dict[str, Any]:
     """What all kernels are specialised to."""
     return {
         "T": q.shape[1],
@@ -339,61 +340,61 @@ TILES = {
 }
 
 
-def _tiles(name: str, key: int, value: int) -> dict[str, int]:
+def tile_arguments(name: str, key: int, value: int) -> dict[str, int]:
     tiles = TILES[name]
     return {"BK": block(key, tiles.key), "BV": block(value, tiles.value), "num_warps": tiles.warps, "num_stages": tiles.stages}
 
 
-def _states(
+def chunk_states(
     k: Tensor, v: Tensor, log_decay: Tensor | None, write_gate: Tensor | None, initial: Tensor | None, layout: Layout
 ) -> tuple[Tensor, Tensor]:
     """The state before every chunk [chunks, H, K, V] in k's dtype, and the last one of every sequence in float32."""
     heads, key, value = k.shape[2], k.shape[3], v.shape[3]
     states = k.new_empty(layout.chunks, heads, key, value)
     final = k.new_empty(layout.sequences, heads, key, value, dtype=torch.float32)
-    tiles = _tiles("states", key, value)
+    tiles = tile_arguments("states", key, value)
     grid = (triton.cdiv(key, tiles["BK"]), triton.cdiv(value, tiles["BV"]), layout.sequences * heads)
     decayed_states_kernel[grid](
-        k, v, log_decay, write_gate, initial, states, final, layout.table, layout.starts, **_shape(k, v, log_decay, layout),
+        k, v, log_decay, write_gate, initial, states, final, layout.table, layout.starts, **shape_arguments(k, v, log_decay, layout),
         GATED=write_gate is not None, HAS_INITIAL=initial is not None, **tiles,
     )  # fmt: skip
     return states, final
 
 
-def _output(
+def output(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, read_gate: Tensor | None, write_gate: Tensor | None,
     scale: float, states: Tensor, layout: Layout,
 ) -> Tensor:  # fmt: skip
-    o, tiles = torch.empty_like(v), _tiles("output", q.shape[3], v.shape[3])
+    o, tiles = torch.empty_like(v), tile_arguments("output", q.shape[3], v.shape[3])
     decayed_output_kernel[(triton.cdiv(v.shape[3], tiles["BV"]), layout.chunks, q.shape[2])](
-        q, k, v, log_decay, read_gate, write_gate, states, o, layout.table, scale, **_shape(q, v, log_decay, layout),
+        q, k, v, log_decay, read_gate, write_gate, states, o, layout.table, scale, **shape_arguments(q, v, log_decay, layout),
         READ=read_gate is not None, WRITE=write_gate is not None, **tiles,
     )  # fmt: skip
     return o
 
 
-def _state_gradients(
+def state_gradients(
     q: Tensor, v: Tensor, d_o: Tensor, log_decay: Tensor | None, read_gate: Tensor | None, scale: float, d_final: Tensor, layout: Layout
 ) -> tuple[Tensor, Tensor]:
     """The gradient of the state after every chunk in q's dtype, and of the initial states in float32."""
     heads, key, value = q.shape[2], q.shape[3], v.shape[3]
     d_states, d_initial = q.new_empty(layout.chunks, heads, key, value), torch.empty_like(d_final)
-    tiles = _tiles("state_gradients", key, value)
+    tiles = tile_arguments("state_gradients", key, value)
     grid = (triton.cdiv(key, tiles["BK"]), triton.cdiv(value, tiles["BV"]), layout.sequences * heads)
     decayed_state_gradients_kernel[grid](
         q, d_o, log_decay, read_gate, d_final, d_states, d_initial, layout.table, layout.starts, scale,
-        **_shape(q, v, log_decay, layout), GATED=read_gate is not None, HAS_FINAL=True, **tiles,
+        **shape_arguments(q, v, log_decay, layout), GATED=read_gate is not None, HAS_FINAL=True, **tiles,
     )  # fmt: skip
     return d_states, d_initial
 
 
-def _query_key_gradients(
+def query_key_gradients(
     q: Tensor, k: Tensor, v: Tensor, d_o: Tensor, log_decay: Tensor | None, read_gate: Tensor | None, write_gate: Tensor | None,
     scale: float, states: Tensor, d_states: Tensor, layout: Layout, decay_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """d_q, d_k, and the gradients of log_decay and the gates, empty where there is none."""
     d_q, d_k = torch.empty_like(q), torch.empty_like(k)
-    shape, tiles = _shape(q, v, log_decay, layout), _tiles("query_key_gradients", q.shape[3], v.shape[3])
+    shape, tiles = shape_arguments(q, v, log_decay, layout), tile_arguments("query_key_gradients", q.shape[3], v.shape[3])
     parts = triton.cdiv(q.shape[3], tiles["BK"])
     gates = {"READ": read_gate is not None, "WRITE": write_gate is not None}
     per_block, per_channel, nothing = (parts, *q.shape[:3]), (1, *q.shape), (0,)
@@ -413,14 +414,15 @@ def _query_key_gradients(
     return d_q, d_k, d_decay.sum((0, 1)) if decay_gradient and shape["DECAY"] == "head" else d_decay, d_read, d_write
 
 
-def _value_gradients(
+def value_gradients(
     q: Tensor, k: Tensor, v: Tensor, d_o: Tensor, log_decay: Tensor | None, read_gate: Tensor | None, write_gate: Tensor | None,
-    scale: float, d_states: Tensor, layout: Layout,
+    scale: float, d_states: Tensor | None, layout: Layout,
 ) -> Tensor:  # fmt: skip
-    d_v, tiles = torch.empty_like(v), _tiles("value_gradients", q.shape[3], v.shape[3])
+    """d_v; without `d_states` only what comes from within each chunk."""
+    d_v, tiles = torch.empty_like(v), tile_arguments("value_gradients", q.shape[3], v.shape[3])
     decayed_value_gradients_kernel[(triton.cdiv(v.shape[3], tiles["BV"]), layout.chunks, q.shape[2])](
-        q, k, d_o, log_decay, read_gate, write_gate, d_states, d_v, layout.table, scale, **_shape(q, v, log_decay, layout),
-        READ=read_gate is not None, WRITE=write_gate is not None, **tiles,
+        q, k, d_o, log_decay, read_gate, write_gate, d_states, d_v, layout.table, scale, **shape_arguments(q, v, log_decay, layout),
+        READ=read_gate is not None, WRITE=write_gate is not None, LATER=d_states is not None, **tiles,
     )  # fmt: skip
     return d_v
 
@@ -431,8 +433,8 @@ def _forward(
     scale: float, initial: Tensor | None, table: Tensor | None, starts: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     layout = Layout(q.shape[0], q.shape[1], table, starts)
-    states, final = _states(k, v, log_decay, write_gate, initial, layout)
-    return _output(q, k, v, log_decay, read_gate, write_gate, scale, states, layout), final
+    states, final = chunk_states(k, v, log_decay, write_gate, initial, layout)
+    return output(q, k, v, log_decay, read_gate, write_gate, scale, states, layout), final
 
 
 @_forward.register_fake
@@ -448,11 +450,11 @@ def _backward(
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, k, v, log_decay, read_gate, write_gate, initial; an empty tensor where there is none."""
     layout, d_o = Layout(q.shape[0], q.shape[1], table, starts), d_o.contiguous()
-    states, _ = _states(k, v, log_decay, write_gate, initial, layout)
-    d_states, d_initial = _state_gradients(q, v, d_o, log_decay, read_gate, scale, d_final.contiguous(), layout)
+    states, _ = chunk_states(k, v, log_decay, write_gate, initial, layout)
+    d_states, d_initial = state_gradients(q, v, d_o, log_decay, read_gate, scale, d_final.contiguous(), layout)
     arguments = (q, k, v, d_o, log_decay, read_gate, write_gate, scale)
-    d_q, d_k, d_decay, d_read, d_write = _query_key_gradients(*arguments, states, d_states, layout, decay_gradient)
-    return [d_q, d_k, _value_gradients(*arguments, d_states, layout), d_decay, d_read, d_write, d_initial]
+    d_q, d_k, d_decay, d_read, d_write = query_key_gradients(*arguments, states, d_states, layout, decay_gradient)
+    return [d_q, d_k, value_gradients(*arguments, d_states, layout), d_decay, d_read, d_write, d_initial]
 
 
 @_backward.register_fake
@@ -488,10 +490,7 @@ def decayed_attention(
     scale: float, initial_state: Tensor | None, packing: Packing | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Linear attention with log_decay None, [H], [B,T,H] or [B,T,H,K]."""
-    if q.dtype == torch.float64:
-        raise ValueError("backend 'triton': q, k and v must be float32, bfloat16 or float16, got torch.float64; use 'chunkwise'")
-    if q.shape[3] > 256 or v.shape[3] > 512:
-        raise ValueError(f"backend 'triton': heads are at most 256 (key) and 512 (value) wide, got {q.shape[3]} and {v.shape[3]}")
+    check_kernel_limits(q, v)
     tensors = [None if x is None else x.contiguous() for x in (q, k, v, log_decay, read_gate, write_gate)]
     table, starts = (None, None) if packing is None else (packing.chunk_table, packing.chunk_starts)
     return _forward(*tensors, scale, None if initial_state is None else initial_state.contiguous(), table, starts)

@@ -9,12 +9,16 @@ from torch import Tensor
 from headmax.ops.checks import check_device, check_recurrence, check_shape
 from headmax.ops.gated_delta_rule import chunkwise, reference
 from headmax.ops.packing import Packing
-from headmax.ops.registry import no_autocast, select
+from headmax.ops.registry import Lazy, Table, no_autocast, select
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-BACKENDS = {"reference": reference.gated_delta_rule, "chunkwise": chunkwise.gated_delta_rule}
+BACKENDS: Table = {
+    "reference": reference.gated_delta_rule,
+    "chunkwise": chunkwise.gated_delta_rule,
+    "triton": Lazy("headmax.ops.gated_delta_rule.triton_chunk", "gated_delta_rule", needs="triton"),
+}
 
 
 def gated_delta_rule(

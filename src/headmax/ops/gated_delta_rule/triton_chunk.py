@@ -1,0 +1,339 @@
+"""The chunkwise gated delta rule in Triton. Once the writes u are known it is linear attention with values u, and shares its kernels.
+
+Within a chunk (I + L) u = β (write_gate v - exp(b) k S), L the strictly lower part of β (K K^T ⊙ D): one triangular inverse per chunk,
+by substitution (a power series would cancel catastrophically where keys resemble each other), and two products that wait for the state.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headmax.ops.gated_delta_rule.reference import unit_length
+from headmax.ops.packing import Packing
+from headmax.ops.triton_common import Layout, block, check_kernel_limits, chunk_span, sequence_span
+from headmax.ops.triton_decayed import (
+    decay_matrix,
+    decay_sums,
+    output,
+    query_key_gradients,
+    row_values,
+    shape_arguments,
+    state_tile,
+    tile,
+    value_gradients,
+)
+
+
+@triton.jit
+def key_products(k, first, count, head, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr):
+    """K K^T of a chunk, [C, C]."""
+    products = tl.zeros([C, C], tl.float32)
+    for k_start in range(0, K, BK):
+        p_k, in_k = tile(k, first, count, head, k_start, H, K, C, BK)
+        t_k = tl.load(p_k, mask=in_k, other=0.0)
+        products += tl.dot(t_k, tl.trans(t_k), input_precision=PRECISION)
+    return products
+
+
+@triton.jit
+def delta_inverse_kernel(
+    k, log_decay, beta, inverse, table, T,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """(I + L)^-1 of every chunk, row by row."""
+    chunk, head = tl.program_id(0), tl.program_id(1)
+    first, count = chunk_span(chunk, table, T, C, PACKED)
+    rows = tl.arange(0, C)
+    d, from_start, to_end, whole = decay_matrix(log_decay, first, count, head, H, C, DECAY)
+    strength = row_values(beta, first, count, head, H, C, True)
+    lower = key_products(k, first, count, head, H, K, C, BK, PRECISION) * d * strength[:, None]
+    solved = tl.where(rows[:, None] > rows[None, :], -lower, 0.0)
+    for i in range(1, count):
+        row = tl.sum(tl.where(rows[:, None] == i, solved, 0.0), 0)
+        row += tl.sum(row[:, None] * solved, 0)
+        solved = tl.where(rows[:, None] == i, row[None, :], solved)
+    solved += tl.where(rows[:, None] == rows[None, :], 1.0, 0.0)
+    p_i, in_i = tile(inverse, first, count, head, 0, H, C, C, C)
+    tl.store(p_i, solved.to(inverse.dtype.element_ty), mask=in_i)
+
+
+@triton.jit
+def delta_writes_kernel(
+    k, v, log_decay, beta, write_gate, inverse, erase, fresh, table, T,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr,
+    WRITE: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """erase = (I + L)^-1 β exp(b) k and fresh = (I + L)^-1 β write_gate v, so that u = fresh - erase S."""
+    chunk, head = tl.program_id(0), tl.program_id(1)
+    first, count = chunk_span(chunk, table, T, C, PACKED)
+    b, whole = decay_sums(log_decay, first, count, head, H, C, DECAY)
+    strength = row_values(beta, first, count, head, H, C, True)
+    p_i, in_i = tile(inverse, first, count, head, 0, H, C, C, C)
+    t_i = tl.load(p_i, mask=in_i, other=0.0)
+    for k_start in range(0, K, BK):
+        p_k, in_k = tile(k, first, count, head, k_start, H, K, C, BK)
+        t_k = tl.load(p_k, mask=in_k, other=0.0).to(tl.float32) * (strength * tl.exp(b.to(tl.float32)))[:, None]
+        p_e, in_e = tile(erase, first, count, head, k_start, H, K, C, BK)
+        tl.store(p_e, tl.dot(t_i, t_k.to(t_i.dtype), input_precision=PRECISION).to(erase.dtype.element_ty), mask=in_k)
+    strength *= row_values(write_gate, first, count, head, H, C, WRITE)
+    for v_start in range(0, V, BV):
+        p_v, in_v = tile(v, first, count, head, v_start, H, V, C, BV)
+        t_v = tl.load(p_v, mask=in_v, other=0.0).to(tl.float32) * strength[:, None]
+        p_f, in_f = tile(fresh, first, count, head, v_start, H, V, C, BV)
+        tl.store(p_f, tl.dot(t_i, t_v.to(t_i.dtype), input_precision=PRECISION).to(fresh.dtype.element_ty), mask=in_v)
+
+
+@triton.jit
+def delta_states_kernel(
+    k, erase, fresh, log_decay, initial, states, u, final, table, starts, T,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr,
+    PACKED: tl.constexpr, HAS_INITIAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """u_n = fresh_n - erase_n S_n ;  S_{n+1} = exp(b_C) S_n + (exp(b_C - b) k)^T u_n, some columns of the state through a sequence."""
+    v_start, sequence, head = tl.program_id(0) * BV, tl.program_id(1) // H, tl.program_id(1) % H
+    first_chunk, chunks, token, end = sequence_span(sequence, table, starts, T, C, PACKED)
+    state = tl.zeros([BK, BV], tl.float32)
+    if HAS_INITIAL:
+        p_initial, in_initial = state_tile(initial, (sequence * H + head).to(tl.int64), 0, v_start, K, V, BK, BV)
+        state += tl.load(p_initial, mask=in_initial, other=0.0).to(tl.float32)
+    for n in range(chunks):
+        count = tl.minimum(C, end - token).to(tl.int32)
+        p_s, in_s = state_tile(states, (first_chunk + n).to(tl.int64) * H + head, 0, v_start, K, V, BK, BV)
+        p_k, in_k = tile(k, token, count, head, 0, H, K, C, BK)
+        p_e, in_e = tile(erase, token, count, head, 0, H, K, C, BK)
+        p_f, in_f = tile(fresh, token, count, head, v_start, H, V, C, BV)
+        p_u, in_u = tile(u, token, count, head, v_start, H, V, C, BV)
+        t_k, t_e, t_f = tl.load(p_k, mask=in_k, other=0.0), tl.load(p_e, mask=in_k, other=0.0), tl.load(p_f, mask=in_f, other=0.0)
+        rounded = state.to(t_k.dtype)
+        tl.store(p_s, rounded, mask=in_s)
+        t_u = (t_f.to(tl.float32) - tl.dot(t_e, rounded, input_precision=PRECISION)).to(t_k.dtype)
+        tl.store(p_u, t_u, mask=in_f)
+        b, whole = decay_sums(log_decay, token, count, head, H, C, DECAY)
+        to_end = tl.where(tl.arange(0, C) < count, tl.exp((whole - b).to(tl.float32)), 0.0)
+        t_k = (t_k.to(tl.float32) * to_end[:, None]).to(t_u.dtype)
+        state = state * tl.exp(whole.to(tl.float32)) + tl.dot(tl.trans(t_k), t_u, input_precision=PRECISION)
+        token += C
+    p_final, in_final = state_tile(final, (sequence * H + head).to(tl.int64), 0, v_start, K, V, BK, BV)
+    tl.store(p_final, state, mask=in_final)
+
+
+@triton.jit
+def delta_state_gradients_kernel(
+    q, k, erase, d_o, log_decay, read_gate, d_final, d_states, d_u, d_initial, table, starts, scale, T,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr,
+    READ: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dU += exp(b_C - b) k dS ;  dS ← exp(b_C) dS + (scale read_gate exp(b) q)^T dO - erase^T dU, backwards through a sequence."""
+    v_start, sequence, head = tl.program_id(0) * BV, tl.program_id(1) // H, tl.program_id(1) % H
+    first_chunk, chunks, token, end = sequence_span(sequence, table, starts, T, C, PACKED)
+    p_final, in_final = state_tile(d_final, (sequence * H + head).to(tl.int64), 0, v_start, K, V, BK, BV)
+    gradient = tl.load(p_final, mask=in_final, other=0.0).to(tl.float32)
+    for i in range(chunks):
+        n = chunks - 1 - i
+        first = token + n * C
+        count = tl.minimum(C, end - first).to(tl.int32)
+        p_s, in_s = state_tile(d_states, (first_chunk + n).to(tl.int64) * H + head, 0, v_start, K, V, BK, BV)
+        p_q, in_k = tile(q, first, count, head, 0, H, K, C, BK)
+        p_k, in_k = tile(k, first, count, head, 0, H, K, C, BK)
+        p_e, in_e = tile(erase, first, count, head, 0, H, K, C, BK)
+        p_o, in_v = tile(d_o, first, count, head, v_start, H, V, C, BV)
+        p_u, in_u = tile(d_u, first, count, head, v_start, H, V, C, BV)
+        t_q, t_k, t_e = tl.load(p_q, mask=in_k, other=0.0), tl.load(p_k, mask=in_k, other=0.0), tl.load(p_e, mask=in_k, other=0.0)
+        t_o, t_u = tl.load(p_o, mask=in_v, other=0.0), tl.load(p_u, mask=in_v, other=0.0)
+        rounded = gradient.to(t_k.dtype)
+        tl.store(p_s, rounded, mask=in_s)
+        b, whole = decay_sums(log_decay, first, count, head, H, C, DECAY)
+        to_end = tl.where(tl.arange(0, C) < count, tl.exp((whole - b).to(tl.float32)), 0.0)
+        t_u = (t_u.to(tl.float32) + tl.dot(t_k, rounded, input_precision=PRECISION) * to_end[:, None]).to(t_k.dtype)
+        tl.store(p_u, t_u, mask=in_v)
+        factor = row_values(read_gate, first, count, head, H, C, READ) * scale * tl.exp(b.to(tl.float32))
+        t_q = (t_q.to(tl.float32) * factor[:, None]).to(t_o.dtype)
+        gradient = gradient * tl.exp(whole.to(tl.float32)) + tl.dot(tl.trans(t_q), t_o, input_precision=PRECISION)
+        gradient -= tl.dot(tl.trans(t_e), t_u, input_precision=PRECISION)
+    p_initial, in_initial = state_tile(d_initial, (sequence * H + head).to(tl.int64), 0, v_start, K, V, BK, BV)
+    tl.store(p_initial, gradient, mask=in_initial)
+
+
+@triton.jit
+def delta_write_gradients_kernel(
+    k, v, log_decay, beta, write_gate, inverse, states, d_u, d_k, d_v, d_beta, d_write, d_decay, table, T,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr,
+    WRITE: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """From dU back through u = (I + L)^-1 (β write_gate v - β exp(b) k S): adds to d_k and d_decay, gives d_v, d_beta, d_write."""
+    chunk, head = tl.program_id(0), tl.program_id(1)
+    first, count = chunk_span(chunk, table, T, C, PACKED)
+    rows = tl.arange(0, C)
+    d, from_start, to_end, whole = decay_matrix(log_decay, first, count, head, H, C, DECAY)
+    strength = row_values(beta, first, count, head, H, C, True)
+    write = row_values(write_gate, first, count, head, H, C, WRITE)
+    p_i, in_i = tile(inverse, first, count, head, 0, H, C, C, C)
+    t_i = tl.load(p_i, mask=in_i, other=0.0)
+    back = tl.trans(t_i)
+    d_inverse, sum_beta, sum_write, sum_b = (
+        tl.zeros([C, C], tl.float32),
+        tl.zeros([C], tl.float32),
+        tl.zeros([C], tl.float32),
+        tl.zeros([C], tl.float32),
+    )
+    for v_start in range(0, V, BV):
+        p_v, in_v = tile(v, first, count, head, v_start, H, V, C, BV)
+        p_u, in_u = tile(d_u, first, count, head, v_start, H, V, C, BV)
+        t_v, t_u = tl.load(p_v, mask=in_v, other=0.0), tl.load(p_u, mask=in_v, other=0.0)
+        strong = (t_v.to(tl.float32) * (strength * write)[:, None]).to(t_v.dtype)
+        d_inverse += tl.dot(t_u, tl.trans(strong), input_precision=PRECISION)
+        g_v = tl.dot(back, t_u, input_precision=PRECISION)
+        p_dv, in_dv = tile(d_v, first, count, head, v_start, H, V, C, BV)
+        tl.store(p_dv, (g_v * (strength * write)[:, None]).to(d_v.dtype.element_ty), mask=in_v)
+        along = tl.sum(g_v * t_v.to(tl.float32), 1)
+        sum_beta += along * write
+        sum_write += along * strength
+    for k_start in range(0, K, BK):
+        d_erase = tl.zeros([C, BK], tl.float32)
+        for v_start in range(0, V, BV):
+            p_u, in_v = tile(d_u, first, count, head, v_start, H, V, C, BV)
+            p_s, in_s = state_tile(states, chunk.to(tl.int64) * H + head, k_start, v_start, K, V, BK, BV)
+            t_u, t_s = tl.load(p_u, mask=in_v, other=0.0), tl.load(p_s, mask=in_s, other=0.0)
+            d_erase -= tl.dot(t_u, tl.trans(t_s), input_precision=PRECISION)
+        p_k, in_k = tile(k, first, count, head, k_start, H, K, C, BK)
+        t_k = tl.load(p_k, mask=in_k, other=0.0)
+        strong = (t_k.to(tl.float32) * (strength * from_start)[:, None]).to(t_k.dtype)
+        rounded = d_erase.to(t_k.dtype)
+        d_inverse += tl.dot(rounded, tl.trans(strong), input_precision=PRECISION)
+        g_k = tl.dot(back, rounded, input_precision=PRECISION)
+        p_dk, in_dk = tile(d_k, first, count, head, k_start, H, K, C, BK)
+        before = tl.load(p_dk, mask=in_k, other=0.0).to(tl.float32)
+        tl.store(p_dk, (before + g_k * (strength * from_start)[:, None]).to(d_k.dtype.element_ty), mask=in_k)
+        along = tl.sum(g_k * t_k.to(tl.float32), 1) * from_start
+        sum_beta += along
+        sum_b += along * strength
+    # d(I + L)^-1 = -(I + L)^-1 dL (I + L)^-1
+    d_lower = tl.dot(back, d_inverse.to(t_i.dtype), input_precision=PRECISION)
+    d_lower = -tl.dot(d_lower.to(t_i.dtype), back, input_precision=PRECISION)
+    products = key_products(k, first, count, head, H, K, C, BK, PRECISION)
+    d_lower = tl.where((rows[:, None] > rows[None, :]) & (rows[:, None] < count), d_lower * d, 0.0)
+    sum_beta += tl.sum(d_lower * products, 1)
+    d_lower *= strength[:, None]
+    moved = d_lower * products
+    sum_b += tl.sum(moved, 1) - tl.sum(moved, 0)
+    both = (d_lower + tl.trans(d_lower)).to(t_i.dtype)
+    for k_start in range(0, K, BK):
+        p_k, in_k = tile(k, first, count, head, k_start, H, K, C, BK)
+        p_dk, in_dk = tile(d_k, first, count, head, k_start, H, K, C, BK)
+        g_k = tl.dot(both, tl.load(p_k, mask=in_k, other=0.0), input_precision=PRECISION)
+        tl.store(p_dk, (tl.load(p_dk, mask=in_k, other=0.0).to(tl.float32) + g_k).to(d_k.dtype.element_ty), mask=in_k)
+    at = (first + rows) * H + head
+    tl.store(d_beta + at, sum_beta, mask=rows < count)
+    if WRITE:
+        tl.store(d_write + at, sum_write, mask=rows < count)
+    earlier = tl.load(d_decay + at, mask=rows < count, other=0.0)
+    tl.store(d_decay + at, earlier + tl.cumsum(sum_b, 0, reverse=True), mask=rows < count)
+
+
+def _writes(
+    k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, write_gate: Tensor | None, initial: Tensor | None, layout: Layout
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The inverse of every chunk, what it erases, the states before every chunk, the writes u, and the last states."""
+    (batch, time, heads, key), value = k.shape, v.shape[3]
+    shape = shape_arguments(k, v, log_decay, layout)
+    inverse, erase = k.new_empty(batch, time, heads, shape["C"]), torch.empty_like(k)
+    fresh, u = torch.empty_like(v), torch.empty_like(v)
+    bk, bv = block(key, 64), block(value, 64)
+    delta_inverse_kernel[(layout.chunks, heads)](k, log_decay, beta, inverse, layout.table, **shape, BK=bk, num_warps=4)
+    delta_writes_kernel[(layout.chunks, heads)](
+        k, v, log_decay, beta, write_gate, inverse, erase, fresh, layout.table, **shape, BK=bk, BV=bv, WRITE=write_gate is not None, num_warps=4,
+    )  # fmt: skip
+    states = k.new_empty(layout.chunks, heads, key, value)
+    final = k.new_empty(layout.sequences, heads, key, value, dtype=torch.float32)
+    delta_states_kernel[(triton.cdiv(value, bv), layout.sequences * heads)](
+        k, erase, fresh, log_decay, initial, states, u, final, layout.table, layout.starts, **shape,
+        BK=block(key, 256), BV=bv, HAS_INITIAL=initial is not None, num_warps=8, num_stages=2,
+    )  # fmt: skip
+    return inverse, erase, states, u, final
+
+
+@torch.library.custom_op("headmax::gated_delta_rule", mutates_args=())
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, read_gate: Tensor | None, write_gate: Tensor | None,
+    scale: float, initial: Tensor | None, table: Tensor | None, starts: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    layout = Layout(q.shape[0], q.shape[1], table, starts)
+    _, _, states, u, final = _writes(k, v, log_decay, beta, write_gate, initial, layout)
+    return output(q, k, u, log_decay, read_gate, None, scale, states, layout), final
+
+
+@_forward.register_fake
+def _(q, k, v, log_decay, beta, read_gate, write_gate, scale, initial, table, starts):
+    sequences = q.shape[0] if starts is None else starts.shape[0] - 1
+    return torch.empty_like(v), q.new_empty(sequences, q.shape[2], q.shape[3], v.shape[3], dtype=torch.float32)
+
+
+@torch.library.custom_op("headmax::gated_delta_rule_backward", mutates_args=())
+def _backward(
+    d_o: Tensor, d_final: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, read_gate: Tensor | None,
+    write_gate: Tensor | None, scale: float, initial: Tensor | None, table: Tensor | None, starts: Tensor | None,
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of q, k, v, log_decay, beta, read_gate, write_gate, initial; an empty tensor where there is none."""
+    layout, d_o, d_final = Layout(q.shape[0], q.shape[1], table, starts), d_o.contiguous(), d_final.contiguous()
+    heads, key, value = q.shape[2], q.shape[3], v.shape[3]
+    shape = shape_arguments(q, v, log_decay, layout)
+    inverse, erase, states, u, _ = _writes(k, v, log_decay, beta, write_gate, initial, layout)
+    d_u = value_gradients(q, k, u, d_o, log_decay, read_gate, None, scale, None, layout)
+    d_states, d_initial = torch.empty_like(states), torch.empty_like(d_final)
+    bk, bv = block(key, 64), block(value, 64)
+    delta_state_gradients_kernel[(triton.cdiv(value, bv), layout.sequences * heads)](
+        q, k, erase, d_o, log_decay, read_gate, d_final, d_states, d_u, d_initial, table, starts, scale, **shape,
+        BK=block(key, 256), BV=bv, READ=read_gate is not None, num_warps=8, num_stages=2,
+    )  # fmt: skip
+    d_q, d_k, d_decay, d_read, _ = query_key_gradients(
+        q, k, u, d_o, log_decay, read_gate, None, scale, states, d_states, layout, decay_gradient=True
+    )
+    d_v, d_beta = torch.empty_like(v), torch.empty_like(beta, dtype=torch.float32)
+    d_write = q.new_empty(0 if write_gate is None else write_gate.shape, dtype=torch.float32)
+    delta_write_gradients_kernel[(layout.chunks, heads)](
+        k, v, log_decay, beta, write_gate, inverse, states, d_u, d_k, d_v, d_beta, d_write, d_decay, table, **shape,
+        BK=bk, BV=bv, WRITE=write_gate is not None, num_warps=4,
+    )  # fmt: skip
+    return [d_q, d_k, d_v, d_decay, d_beta, d_read, d_write, d_initial]
+
+
+@_backward.register_fake
+def _(d_o, d_final, q, k, v, log_decay, beta, read_gate, write_gate, scale, initial, table, starts):
+    nothing = q.new_empty(0, dtype=torch.float32)
+    rows = [torch.empty_like(x, dtype=torch.float32) if x is not None else nothing for x in (log_decay, beta, read_gate, write_gate)]
+    return [torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), *rows, torch.empty_like(d_final)]
+
+
+def _save(ctx, inputs, output) -> None:
+    q, k, v, log_decay, beta, read_gate, write_gate, scale, initial, table, starts = inputs
+    ctx.save_for_backward(q, k, v, log_decay, beta, read_gate, write_gate, initial, table, starts)
+    ctx.scale = scale
+
+
+def _gradient(ctx, d_o, d_final):
+    *inputs, initial, table, starts = ctx.saved_tensors
+    d_q, d_k, d_v, *rows, d_initial = _backward(d_o, d_final, *inputs, ctx.scale, initial, table, starts)
+    rows = [None if x is None else g.to(x.dtype) for x, g in zip(inputs[3:], rows, strict=True)]
+    return d_q, d_k, d_v, *rows, None, None if initial is None else d_initial.to(initial.dtype), None, None
+
+
+_forward.register_autograd(_gradient, setup_context=_save)
+
+
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, normalize_qk: bool, read_gate: Tensor | None,
+    write_gate: Tensor | None, scale: float, initial_state: Tensor | None, packing: Packing | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    check_kernel_limits(q, v)
+    if normalize_qk:
+        q, k = (unit_length(x.float()).to(x.dtype) for x in (q, k))
+    groups = v.shape[2] // q.shape[2]
+    if groups > 1:
+        q, k = q.repeat_interleave(groups, dim=2), k.repeat_interleave(groups, dim=2)
+    tensors = [None if x is None else x.contiguous() for x in (q, k, v, log_decay, beta, read_gate, write_gate)]
+    table, starts = (None, None) if packing is None else (packing.chunk_table, packing.chunk_starts)
+    return _forward(*tensors, scale, None if initial_state is None else initial_state.contiguous(), table, starts)
