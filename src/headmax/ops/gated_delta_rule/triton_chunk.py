@@ -245,7 +245,8 @@ def _writes(
     bk, bv = block(key, 64), block(value, 64)
     delta_inverse_kernel[(layout.chunks, heads)](k, log_decay, beta, inverse, layout.table, **shape, BK=bk, num_warps=4)
     delta_writes_kernel[(layout.chunks, heads)](
-        k, v, log_decay, beta, write_gate, inverse, erase, fresh, layout.table, **shape, BK=bk, BV=bv, WRITE=write_gate is not None, num_warps=4,
+        k, v, log_decay, beta, write_gate, inverse, erase, fresh, layout.table, **shape, BK=bk, BV=bv,
+        WRITE=write_gate is not None, num_warps=4,
     )  # fmt: skip
     states = k.new_empty(layout.chunks, heads, key, value)
     final = k.new_empty(layout.sequences, heads, key, value, dtype=torch.float32)
