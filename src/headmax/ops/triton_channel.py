@@ -2,7 +2,7 @@
 
 Where a chunk's decay is mild, exp splits around the chunk's middle into a factor of i and a factor of j, and A is one matrix
 product. Where it is not, a factor would overflow: then A is built token by token, the keys decaying as time goes on. That is slow,
-exact for any decay, and chosen per tile by what the data needs.
+exact for any decay, and done (EXACT) only for the chunks that need it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def channel_sums(log_decay, first, count, head, k_start, H: tl.constexpr, K: tl.
 
 
 @triton.jit
-def mild(whole):
+def is_mild(whole):
     """Whether exp(± half of a chunk's decay) stays far inside float32 and bfloat16."""
     return tl.min(whole, 0) > -80.0
 
@@ -31,7 +31,8 @@ def mild(whole):
 @triton.jit
 def split_decay(q, k, before, whole):
     """q and k, each scaled by the decay between its token and the chunk's middle. Float16 is too narrow for that: it goes on as float32."""
-    towards, away = tl.exp(before - 0.5 * whole[None, :]), tl.exp(0.5 * whole[None, :] - before)
+    offset = before - 0.5 * whole[None, :]  # within ±40 where the decay is mild; elsewhere the result is done over
+    towards, away = tl.exp(tl.minimum(offset, 40.0)), tl.exp(tl.minimum(-offset, 40.0))
     scaled_q, scaled_k = q.to(tl.float32) * towards, k.to(tl.float32) * away
     if q.dtype == tl.bfloat16:
         return scaled_q.to(tl.bfloat16), scaled_k.to(tl.bfloat16), towards, away
@@ -46,12 +47,11 @@ def row(x, i, rows):
 
 
 @triton.jit
-def channel_scores(q, k, step, before, count, C: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr):
+def channel_scores(q, k, step, before, count, C: tl.constexpr, BK: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr):
     """A [C, C], to be masked by the caller; its upper triangle is undefined."""
     rows = tl.arange(0, C)
-    whole = tl.sum(step, 0)
-    if mild(whole):
-        scaled_q, scaled_k, _, _ = split_decay(q, k, before, whole)
+    if not EXACT:
+        scaled_q, scaled_k, towards, away = split_decay(q, k, before, tl.sum(step, 0))
         scores = tl.dot(scaled_q, tl.trans(scaled_k), input_precision=PRECISION)
     else:
         scores, decayed = tl.zeros([C, C], tl.float32), tl.zeros([C, BK], tl.float32)
@@ -63,12 +63,13 @@ def channel_scores(q, k, step, before, count, C: tl.constexpr, BK: tl.constexpr,
 
 
 @triton.jit
-def channel_score_gradients(d_scores, q, k, step, before, count, C: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr):
+def channel_score_gradients(
+    d_scores, q, k, step, before, count, C: tl.constexpr, BK: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr
+):
     """Gradients of q and k [C, BK] for d_scores [C, C], already masked."""
     rows = tl.arange(0, C)
-    whole = tl.sum(step, 0)
-    if mild(whole):
-        scaled_q, scaled_k, towards, away = split_decay(q, k, before, whole)
+    if not EXACT:
+        scaled_q, scaled_k, towards, away = split_decay(q, k, before, tl.sum(step, 0))
         d = d_scores.to(scaled_q.dtype)
         g_q = tl.dot(d, scaled_k, input_precision=PRECISION) * towards
         g_k = tl.dot(tl.trans(d), scaled_q, input_precision=PRECISION) * away

@@ -77,3 +77,65 @@ def sequence_span(sequence, table, starts, T, C: tl.constexpr, PACKED: tl.conste
         chunks = tl.cdiv(T, C)
         token = sequence.to(tl.int64) * T
         return sequence * chunks, chunks, token, token + T
+
+
+@triton.jit
+def decay_sums(log_decay, first, count, head, H: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr):
+    """The running sum b [C] in float64 and its last value; empty slots add nothing."""
+    rows = tl.arange(0, C)
+    if DECAY == "token":
+        step = tl.load(log_decay + (first + rows) * H + head, mask=rows < count, other=0.0).to(tl.float64)
+        b = tl.cumsum(step, 0)
+        total = tl.sum(step, 0)
+    else:
+        step = tl.load(log_decay + head).to(tl.float64)
+        b = (rows + 1).to(tl.float64) * step
+        total = count.to(tl.float64) * step
+    return b, total
+
+
+@triton.jit
+def row_values(gate, first, count, head, H: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr):
+    """A gate's value for each token of the chunk, 1 without a gate."""
+    rows = tl.arange(0, C)
+    if GATED:
+        return tl.load(gate + (first + rows) * H + head, mask=rows < count, other=0.0).to(tl.float32)
+    else:
+        return tl.full([C], 1.0, tl.float32)
+
+
+@triton.jit
+def tile(base, first, count, head, start, H: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
+    """Pointers and mask of channels start to start + BLOCK of a chunk of [tokens, heads, width]."""
+    rows, columns = tl.arange(0, C), start + tl.arange(0, BLOCK)
+    pointers = base + ((first + rows[:, None]) * H + head) * WIDTH + columns[None, :]
+    return pointers, (rows[:, None] < count) & (columns[None, :] < WIDTH)
+
+
+@triton.jit
+def state_tile(base, index, k_start, v_start, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """Pointers and mask of a [BK, BV] block of state number `index` in [..., K, V]."""
+    rows, columns = k_start + tl.arange(0, BK), v_start + tl.arange(0, BV)
+    pointers = base + index * K * V + rows[:, None] * V + columns[None, :]
+    return pointers, (rows[:, None] < K) & (columns[None, :] < V)
+
+
+@triton.jit
+def causal_mask(count, C: tl.constexpr):
+    rows = tl.arange(0, C)
+    return (rows[:, None] >= rows[None, :]) & (rows[:, None] < count)
+
+
+@triton.jit
+def decay_matrix(log_decay, first, count, head, H: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr):
+    """D [C, C] below and on the diagonal, 0 above; exp(b) and exp(b_C - b) per token; b_C."""
+    rows = tl.arange(0, C)
+    causal = causal_mask(count, C)
+    if DECAY == "none":
+        ones = tl.where(rows < count, 1.0, 0.0)
+        return tl.where(causal, 1.0, 0.0), ones, ones, 0.0
+    else:
+        b, total = decay_sums(log_decay, first, count, head, H, C, DECAY)
+        steps = tl.where(causal, b[:, None] - b[None, :], -float("inf")).to(tl.float32)
+        to_end = tl.where(rows < count, tl.exp((total - b).to(tl.float32)), 0.0)
+        return tl.exp(steps), tl.exp(b.to(tl.float32)), to_end, total.to(tl.float32)

@@ -13,18 +13,19 @@ from torch import Tensor
 
 from headmax.ops.gated_delta_rule.reference import unit_length
 from headmax.ops.packing import Packing
-from headmax.ops.triton_common import Layout, block, check_kernel_limits, chunk_span, sequence_span
-from headmax.ops.triton_decayed import (
+from headmax.ops.triton_common import (
+    Layout,
+    block,
+    check_kernel_limits,
+    chunk_span,
     decay_matrix,
     decay_sums,
-    output,
-    query_key_gradients,
     row_values,
-    shape_arguments,
+    sequence_span,
     state_tile,
     tile,
-    value_gradients,
 )
+from headmax.ops.triton_decayed import Prepared, decay_state, output, prepare, query_key_gradients, shape_arguments, value_gradients
 
 
 @triton.jit
@@ -41,7 +42,7 @@ def key_products(k, first, count, head, H: tl.constexpr, K: tl.constexpr, C: tl.
 @triton.jit
 def delta_inverse_kernel(
     k, log_decay, beta, inverse, table, T,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """(I + L)^-1 of every chunk, row by row."""
@@ -89,11 +90,11 @@ def delta_writes_kernel(
 
 @triton.jit
 def delta_states_kernel(
-    k, erase, fresh, log_decay, initial, states, u, final, table, starts, T,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr,
-    PACKED: tl.constexpr, HAS_INITIAL: tl.constexpr, PRECISION: tl.constexpr,
+    writing, erase, fresh, whole, initial, states, u, final, table, starts, T,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
+    HAS_INITIAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """u_n = fresh_n - erase_n S_n ;  S_{n+1} = exp(b_C) S_n + (exp(b_C - b) k)^T u_n, some columns of the state through a sequence."""
+    """u = fresh - erase S ;  S' = exp(whole) S + writing^T u, some columns of the state through a sequence."""
     v_start, sequence, head = tl.program_id(0) * BV, tl.program_id(1) // H, tl.program_id(1) % H
     first_chunk, chunks, token, end = sequence_span(sequence, table, starts, T, C, PACKED)
     state = tl.zeros([BK, BV], tl.float32)
@@ -102,20 +103,18 @@ def delta_states_kernel(
         state += tl.load(p_initial, mask=in_initial, other=0.0).to(tl.float32)
     for n in range(chunks):
         count = tl.minimum(C, end - token).to(tl.int32)
-        p_s, in_s = state_tile(states, (first_chunk + n).to(tl.int64) * H + head, 0, v_start, K, V, BK, BV)
-        p_k, in_k = tile(k, token, count, head, 0, H, K, C, BK)
+        index = (first_chunk + n).to(tl.int64) * H + head
+        p_s, in_s = state_tile(states, index, 0, v_start, K, V, BK, BV)
+        p_w, in_w = tile(writing, token, count, head, 0, H, K, C, BK)
         p_e, in_e = tile(erase, token, count, head, 0, H, K, C, BK)
         p_f, in_f = tile(fresh, token, count, head, v_start, H, V, C, BV)
         p_u, in_u = tile(u, token, count, head, v_start, H, V, C, BV)
-        t_k, t_e, t_f = tl.load(p_k, mask=in_k, other=0.0), tl.load(p_e, mask=in_k, other=0.0), tl.load(p_f, mask=in_f, other=0.0)
-        rounded = state.to(t_k.dtype)
+        t_w, t_e, t_f = tl.load(p_w, mask=in_w, other=0.0), tl.load(p_e, mask=in_e, other=0.0), tl.load(p_f, mask=in_f, other=0.0)
+        rounded = state.to(t_w.dtype)
         tl.store(p_s, rounded, mask=in_s)
-        t_u = (t_f.to(tl.float32) - tl.dot(t_e, rounded, input_precision=PRECISION)).to(t_k.dtype)
-        tl.store(p_u, t_u, mask=in_f)
-        b, whole = decay_sums(log_decay, token, count, head, H, C, DECAY)
-        to_end = tl.where(tl.arange(0, C) < count, tl.exp((whole - b).to(tl.float32)), 0.0)
-        t_k = (t_k.to(tl.float32) * to_end[:, None]).to(t_u.dtype)
-        state = state * tl.exp(whole.to(tl.float32)) + tl.dot(tl.trans(t_k), t_u, input_precision=PRECISION)
+        t_u = (t_f.to(tl.float32) - tl.dot(t_e, rounded, input_precision=PRECISION)).to(t_w.dtype)
+        tl.store(p_u, t_u, mask=in_u)
+        state = decay_state(state, whole, index, 0, K, BK, False) + tl.dot(tl.trans(t_w), t_u, input_precision=PRECISION)
         token += C
     p_final, in_final = state_tile(final, (sequence * H + head).to(tl.int64), 0, v_start, K, V, BK, BV)
     tl.store(p_final, state, mask=in_final)
@@ -123,11 +122,11 @@ def delta_states_kernel(
 
 @triton.jit
 def delta_state_gradients_kernel(
-    q, k, erase, d_o, log_decay, read_gate, d_final, d_states, d_u, d_initial, table, starts, scale, T,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr,
-    READ: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    reading, writing, erase, d_o, whole, d_final, d_states, d_u, d_initial, table, starts, T,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dU += exp(b_C - b) k dS ;  dS ← exp(b_C) dS + (scale read_gate exp(b) q)^T dO - erase^T dU, backwards through a sequence."""
+    """dU += writing dS' ;  dS = exp(whole) dS' + reading^T dO - erase^T dU, backwards through a sequence."""
     v_start, sequence, head = tl.program_id(0) * BV, tl.program_id(1) // H, tl.program_id(1) % H
     first_chunk, chunks, token, end = sequence_span(sequence, table, starts, T, C, PACKED)
     p_final, in_final = state_tile(d_final, (sequence * H + head).to(tl.int64), 0, v_start, K, V, BK, BV)
@@ -136,23 +135,20 @@ def delta_state_gradients_kernel(
         n = chunks - 1 - i
         first = token + n * C
         count = tl.minimum(C, end - first).to(tl.int32)
-        p_s, in_s = state_tile(d_states, (first_chunk + n).to(tl.int64) * H + head, 0, v_start, K, V, BK, BV)
-        p_q, in_k = tile(q, first, count, head, 0, H, K, C, BK)
-        p_k, in_k = tile(k, first, count, head, 0, H, K, C, BK)
+        index = (first_chunk + n).to(tl.int64) * H + head
+        p_s, in_s = state_tile(d_states, index, 0, v_start, K, V, BK, BV)
+        p_r, in_r = tile(reading, first, count, head, 0, H, K, C, BK)
+        p_w, in_w = tile(writing, first, count, head, 0, H, K, C, BK)
         p_e, in_e = tile(erase, first, count, head, 0, H, K, C, BK)
-        p_o, in_v = tile(d_o, first, count, head, v_start, H, V, C, BV)
+        p_o, in_o = tile(d_o, first, count, head, v_start, H, V, C, BV)
         p_u, in_u = tile(d_u, first, count, head, v_start, H, V, C, BV)
-        t_q, t_k, t_e = tl.load(p_q, mask=in_k, other=0.0), tl.load(p_k, mask=in_k, other=0.0), tl.load(p_e, mask=in_k, other=0.0)
-        t_o, t_u = tl.load(p_o, mask=in_v, other=0.0), tl.load(p_u, mask=in_v, other=0.0)
-        rounded = gradient.to(t_k.dtype)
+        t_r, t_w, t_e = tl.load(p_r, mask=in_r, other=0.0), tl.load(p_w, mask=in_w, other=0.0), tl.load(p_e, mask=in_e, other=0.0)
+        t_o, t_u = tl.load(p_o, mask=in_o, other=0.0), tl.load(p_u, mask=in_u, other=0.0)
+        rounded = gradient.to(t_w.dtype)
         tl.store(p_s, rounded, mask=in_s)
-        b, whole = decay_sums(log_decay, first, count, head, H, C, DECAY)
-        to_end = tl.where(tl.arange(0, C) < count, tl.exp((whole - b).to(tl.float32)), 0.0)
-        t_u = (t_u.to(tl.float32) + tl.dot(t_k, rounded, input_precision=PRECISION) * to_end[:, None]).to(t_k.dtype)
-        tl.store(p_u, t_u, mask=in_v)
-        factor = row_values(read_gate, first, count, head, H, C, READ) * scale * tl.exp(b.to(tl.float32))
-        t_q = (t_q.to(tl.float32) * factor[:, None]).to(t_o.dtype)
-        gradient = gradient * tl.exp(whole.to(tl.float32)) + tl.dot(tl.trans(t_q), t_o, input_precision=PRECISION)
+        t_u = (t_u.to(tl.float32) + tl.dot(t_w, rounded, input_precision=PRECISION)).to(t_w.dtype)
+        tl.store(p_u, t_u, mask=in_u)
+        gradient = decay_state(gradient, whole, index, 0, K, BK, False) + tl.dot(tl.trans(t_r), t_o, input_precision=PRECISION)
         gradient -= tl.dot(tl.trans(t_e), t_u, input_precision=PRECISION)
     p_initial, in_initial = state_tile(d_initial, (sequence * H + head).to(tl.int64), 0, v_start, K, V, BK, BV)
     tl.store(p_initial, gradient, mask=in_initial)
@@ -235,23 +231,30 @@ def delta_write_gradients_kernel(
 
 
 def _writes(
-    k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, write_gate: Tensor | None, initial: Tensor | None, layout: Layout
+    prepared: Prepared,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    write_gate: Tensor | None,
+    initial: Tensor | None,
+    layout: Layout,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The inverse of every chunk, what it erases, the states before every chunk, the writes u, and the last states."""
     (batch, time, heads, key), value = k.shape, v.shape[3]
-    shape = shape_arguments(k, v, log_decay, layout)
+    shape = shape_arguments(k, layout)
     inverse, erase = k.new_empty(batch, time, heads, shape["C"]), torch.empty_like(k)
     fresh, u = torch.empty_like(v), torch.empty_like(v)
     bk, bv = block(key, 64), block(value, 64)
-    delta_inverse_kernel[(layout.chunks, heads)](k, log_decay, beta, inverse, layout.table, **shape, BK=bk, num_warps=4)
+    delta_inverse_kernel[(layout.chunks, heads)](k, log_decay, beta, inverse, layout.table, **shape, BK=bk, DECAY="token", num_warps=4)
     delta_writes_kernel[(layout.chunks, heads)](
-        k, v, log_decay, beta, write_gate, inverse, erase, fresh, layout.table, **shape, BK=bk, BV=bv,
+        k, v, log_decay, beta, write_gate, inverse, erase, fresh, layout.table, **shape, V=value, BK=bk, BV=bv, DECAY="token",
         WRITE=write_gate is not None, num_warps=4,
     )  # fmt: skip
     states = k.new_empty(layout.chunks, heads, key, value)
     final = k.new_empty(layout.sequences, heads, key, value, dtype=torch.float32)
     delta_states_kernel[(triton.cdiv(value, bv), layout.sequences * heads)](
-        k, erase, fresh, log_decay, initial, states, u, final, layout.table, layout.starts, **shape,
+        prepared.writing, erase, fresh, prepared.whole, initial, states, u, final, layout.table, layout.starts, **shape, V=value,
         BK=block(key, 256), BV=bv, HAS_INITIAL=initial is not None, num_warps=8, num_stages=2,
     )  # fmt: skip
     return inverse, erase, states, u, final
@@ -263,8 +266,9 @@ def _forward(
     scale: float, initial: Tensor | None, table: Tensor | None, starts: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     layout = Layout(q.shape[0], q.shape[1], table, starts)
-    _, _, states, u, final = _writes(k, v, log_decay, beta, write_gate, initial, layout)
-    return output(q, k, u, log_decay, read_gate, None, scale, states, layout), final
+    prepared = prepare(q, k, log_decay, read_gate, None, scale, layout)
+    _, _, states, u, final = _writes(prepared, k, v, log_decay, beta, write_gate, initial, layout)
+    return output(prepared, u, states, layout), final
 
 
 @_forward.register_fake
@@ -281,23 +285,24 @@ def _backward(
     """Gradients of q, k, v, log_decay, beta, read_gate, write_gate, initial; an empty tensor where there is none."""
     layout, d_o, d_final = Layout(q.shape[0], q.shape[1], table, starts), d_o.contiguous(), d_final.contiguous()
     heads, key, value = q.shape[2], q.shape[3], v.shape[3]
-    shape = shape_arguments(q, v, log_decay, layout)
-    inverse, erase, states, u, _ = _writes(k, v, log_decay, beta, write_gate, initial, layout)
-    d_u = value_gradients(q, k, u, d_o, log_decay, read_gate, None, scale, None, layout)
+    shape = shape_arguments(q, layout)
+    prepared = prepare(q, k, log_decay, read_gate, None, scale, layout)
+    inverse, erase, states, u, _ = _writes(prepared, k, v, log_decay, beta, write_gate, initial, layout)
+    d_u = value_gradients(prepared, d_o, None, layout)
     d_states, d_initial = torch.empty_like(states), torch.empty_like(d_final)
     bk, bv = block(key, 64), block(value, 64)
     delta_state_gradients_kernel[(triton.cdiv(value, bv), layout.sequences * heads)](
-        q, k, erase, d_o, log_decay, read_gate, d_final, d_states, d_u, d_initial, table, starts, scale, **shape,
-        BK=block(key, 256), BV=bv, READ=read_gate is not None, num_warps=8, num_stages=2,
+        prepared.reading, prepared.writing, erase, d_o, prepared.whole, d_final, d_states, d_u, d_initial, table, starts, **shape,
+        V=value, BK=block(key, 256), BV=bv, num_warps=8, num_stages=2,
     )  # fmt: skip
     d_q, d_k, d_decay, d_read, _ = query_key_gradients(
-        q, k, u, d_o, log_decay, read_gate, None, scale, states, d_states, layout, decay_gradient=True
+        q, k, u, d_o, log_decay, read_gate, None, scale, prepared, states, d_states, layout, decay_gradient=True
     )
     d_v, d_beta = torch.empty_like(v), torch.empty_like(beta, dtype=torch.float32)
     d_write = q.new_empty(0 if write_gate is None else write_gate.shape, dtype=torch.float32)
     delta_write_gradients_kernel[(layout.chunks, heads)](
         k, v, log_decay, beta, write_gate, inverse, states, d_u, d_k, d_v, d_beta, d_write, d_decay, table, **shape,
-        BK=bk, BV=bv, WRITE=write_gate is not None, num_warps=4,
+        V=value, BK=bk, BV=bv, DECAY="token", WRITE=write_gate is not None, num_warps=4,
     )  # fmt: skip
     return [d_q, d_k, d_v, d_decay, d_beta, d_read, d_write, d_initial]
 
