@@ -59,6 +59,13 @@ class HeadmaxPreTrainedModel(PreTrainedModel):
                 init.copy_(parameter, value)
 
 
+def padding(attention_mask: Tensor | None) -> Tensor | None:
+    """The mask where it masks anything. `torch.compile` cannot look, and keeps it."""
+    if attention_mask is None or torch.compiler.is_compiling():
+        return attention_mask
+    return None if attention_mask.all() else attention_mask
+
+
 def find_packing(
     tokens: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cu_seqlens: Tensor | Packing | None
 ) -> Packing | None:
@@ -66,8 +73,8 @@ def find_packing(
     packing = check_packing("HeadmaxModel", cu_seqlens, tokens.shape[0], tokens.shape[1], tokens.device)
     if packing is not None or position_ids is None or torch.compiler.is_compiling():
         return packing
-    if attention_mask is not None and not attention_mask.all():
-        return None  # padding, whose positions mean nothing
+    if padding(attention_mask) is not None:
+        return None  # positions of padding mean nothing
     if position_ids.shape[0] == 1 and tokens.shape[0] == 1:
         return Packing.from_positions(position_ids)
     if (position_ids.diff(dim=1) != 1).any():
@@ -77,7 +84,7 @@ def find_packing(
 
 def pads_on_the_right(attention_mask: Tensor | None) -> bool:
     """Whether padding follows a token somewhere; not known under `torch.compile`, which cannot look."""
-    if attention_mask is None or attention_mask.ndim != 2 or torch.compiler.is_compiling():
+    if attention_mask is None or torch.compiler.is_compiling():
         return False
     return bool((attention_mask.int().diff(dim=1) < 0).any())
 
@@ -127,6 +134,9 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
         if position_ids is not None and tuple(position_ids.shape) not in ((1, time), (batch, time)):
             raise ValueError(f"position_ids must be [batch or 1, time] = {[batch, time]}, got {list(position_ids.shape)}")
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        if attention_mask is not None and tuple(attention_mask.shape) not in ((batch, time), (batch, past + time)):
+            raise ValueError(f"attention_mask must be [batch, seen + time] = {[batch, past + time]}, got {list(attention_mask.shape)}")
+        attention_mask = padding(attention_mask)
         packing = find_packing(x, attention_mask, position_ids, cu_seqlens)
         if packing is not None and (use_cache or past):
             raise ValueError("packed sequences leave no single state to continue from: pass use_cache=False and no past_key_values")
@@ -169,17 +179,12 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
     def _masks(self, x: Tensor, past: int, attention_mask: Tensor | None, packing: Packing | None) -> tuple[Tensor | None, Tensor | None]:
         """The padding of these tokens [batch, time] for recurrent layers, and the mask of attention layers."""
         batch, time, _ = x.shape
-        if attention_mask is not None:
-            if attention_mask.ndim != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] not in (time, past + time):
-                raise ValueError(f"attention_mask must be [batch, seen + time] = {[batch, past + time]}, got {list(attention_mask.shape)}")
-            if not torch.compiler.is_compiling() and attention_mask.all():
-                attention_mask = None
+        mask = None if attention_mask is None else attention_mask[:, -time:]
         if not any(self.uses_attention):
-            return None if attention_mask is None else attention_mask[:, -time:], None
+            return mask, None
         if attention_mask is not None and attention_mask.shape[1] != past + time:
             raise ValueError(f"attention_mask must cover the cache too, [batch, seen + time] = {[batch, past + time]}")
-        full_mask = make_attention_mask(time, past, attention_mask, packing, x.device)
-        return None if attention_mask is None else attention_mask[:, -time:], full_mask
+        return mask, make_attention_mask(time, past, attention_mask, packing, x.device)
 
 
 class HeadmaxForCausalLM(HeadmaxPreTrainedModel, GenerationMixin):
