@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
@@ -15,6 +16,7 @@ from transformers.utils import can_return_tuple
 from headmax.layers import MIXERS
 from headmax.layers.block import Block
 from headmax.layers.initialized import Initialized
+from headmax.layers.loss import IGNORED, linear_cross_entropy
 from headmax.layers.mixers.attention import attention_mask as make_attention_mask
 from headmax.layers.norm import RMSNorm
 from headmax.models.cache import HeadmaxCache
@@ -125,6 +127,10 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if torch.is_autocast_enabled(
+            x.device.type
+        ):  # embeddings are looked up in float32; the residual stream is what autocast computes in
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         batch, time, _ = x.shape
         if past_key_values is not None:
             if not isinstance(past_key_values, HeadmaxCache):
@@ -176,6 +182,11 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
             gates=tuple(gates) if return_gates else None,
         )
 
+    def compile_blocks(self) -> None:
+        """Compiles block by block: the blocks share their code, so one compilation serves all layers, and none holds a graph break."""
+        for block in self.layers:
+            block.compile(fullgraph=True)
+
     def _masks(self, x: Tensor, past: int, attention_mask: Tensor | None, packing: Packing | None) -> tuple[Tensor | None, Tensor | None]:
         """The padding of these tokens [batch, time] for recurrent layers, and the mask of attention layers."""
         batch, time, _ = x.shape
@@ -223,9 +234,13 @@ class HeadmaxForCausalLM(HeadmaxPreTrainedModel, GenerationMixin):
         cu_seqlens: Tensor | Packing | None = None,
         return_gates: bool = False,
         output_hidden_states: bool | None = None,
+        skip_logits: bool | None = None,
         **kwargs: Any,
     ) -> HeadmaxCausalLMOutput:
-        """As any Hugging Face causal LM; `cu_seqlens` (or `cu_seq_lens_q`) packs sequences, `return_gates` adds `.gates`."""
+        """As any Hugging Face causal LM; `cu_seqlens` (or `cu_seq_lens_q`) packs sequences, `return_gates` adds `.gates`.
+
+        With labels in training mode (or `skip_logits=True`) the loss is computed without ever holding the logits, and `.logits` is None.
+        """
         if cu_seqlens is None:
             cu_seqlens = kwargs.pop("cu_seq_lens_q", None)
         if "seq_idx" in kwargs and position_ids is None and cu_seqlens is None:
@@ -247,10 +262,15 @@ class HeadmaxForCausalLM(HeadmaxPreTrainedModel, GenerationMixin):
             output_hidden_states=output_hidden_states,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(output.last_hidden_state[:, kept])
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        logits, loss = None, None
+        if skip_logits is None:
+            skip_logits = self.training and labels is not None
+        if not skip_logits:
+            logits = self.lm_head(output.last_hidden_state[:, kept])
+            if labels is not None:
+                loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        elif labels is not None:
+            loss = self._loss(output.last_hidden_state, labels, **kwargs)
         return HeadmaxCausalLMOutput(
             loss=loss,
             logits=logits,
@@ -258,3 +278,12 @@ class HeadmaxForCausalLM(HeadmaxPreTrainedModel, GenerationMixin):
             hidden_states=output.hidden_states,
             gates=output.gates,
         )
+
+    def _loss(
+        self, x: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None, shift_labels: Tensor | None = None
+    ) -> Tensor:
+        """The mean loss of predicting each next token; Hugging Face's Trainer hands the number of them in over all its devices."""
+        if shift_labels is None:
+            shift_labels = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
+        total = linear_cross_entropy(x, self.lm_head.weight, shift_labels)
+        return total / ((shift_labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch)

@@ -15,6 +15,15 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def beyond_kernels(q: Tensor, v: Tensor) -> str | None:
+    """Why the Triton kernels cannot take these inputs, or None."""
+    if q.dtype == torch.float64:
+        return "q, k and v must be float32, bfloat16 or float16, got torch.float64"
+    if q.shape[3] > 256 or v.shape[3] > 512:
+        return f"heads are at most 256 (key) and 512 (value) wide, got {q.shape[3]} and {v.shape[3]}"
+    return None
+
+
 def check_shape(op: str, name: str, x: Tensor, axes: str, shape: Sequence[int]) -> None:
     if not isinstance(x, Tensor):
         raise ValueError(f"{op}: {name} must be a tensor, got {type(x).__name__}")

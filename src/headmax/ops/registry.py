@@ -15,55 +15,80 @@ import torch
 
 logger = logging.getLogger("headmax")
 
-BACKENDS = ("auto", "reference", "chunkwise", "triton")
+BACKENDS = ("auto", "reference", "chunkwise", "triton", "fla")
 """All names an op's `backend` may have; not every op has every backend."""
-AUTO_ORDER = ("chunkwise", "reference")
+AUTO_ORDER = ("triton", "chunkwise", "reference")
 """What "auto" tries, fastest first."""
 
 _announced: set[tuple[str, str, str]] = set()
 
 
 class Lazy:
-    """A backend whose module is imported on its first call: `Lazy("headmax.ops.gla.triton_chunk", "gla", needs="triton")`."""
+    """A backend for CUDA devices whose module is imported on its first call: `Lazy("headmax.ops.gla.fla", "gla", needs="fla")`.
 
-    def __init__(self, module: str, name: str, needs: str) -> None:
-        self.module, self.name, self.needs = module, name, needs
+    One that is `interpreted` also runs on the CPU where TRITON_INTERPRET=1.
+    """
+
+    def __init__(self, module: str, name: str, needs: str, interpreted: bool = False) -> None:
+        self.module, self.name, self.needs, self.interpreted = module, name, needs, interpreted
         self.function: Callable[..., Any] | None = None
 
-    def unavailable(self, device: torch.device) -> str | None:
-        """Why it cannot run on `device`, or None."""
+    def unavailable(self, device_type: str) -> str | None:
+        """Why it cannot run on such a device, or None."""
         if importlib.util.find_spec(self.needs) is None:
             return f"{self.needs} is not installed"
-        if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-            return f"needs a CUDA device, got {device.type}"
+        if device_type != "cuda" and not (self.interpreted and os.environ.get("TRITON_INTERPRET") == "1"):
+            return f"needs a CUDA device, got {device_type}"
         return None
 
-    def load(self) -> Callable[..., Any]:
+    def load(self) -> None:
         if self.function is None:
             self.function = getattr(importlib.import_module(self.module), self.name)
-        return self.function
 
 
 Table = Mapping[str, Callable[..., Any] | Lazy]
+_tables: dict[str, Table] = {}
 
 
-def select(op: str, table: Table, backend: str, device: torch.device) -> Callable[..., Any]:
-    """The implementation of `op` to run: the named one or an error, and for "auto" the first that can run on `device`."""
+def register(op: str, table: Table) -> None:
+    """Makes the backends of `op` known to `select`."""
+    _tables[op] = table
+
+
+def select(op: str, backend: str, device_type: str, unfit: str | None = None) -> Callable[..., Any]:
+    """The implementation of `op` to run: the named one or an error, and for "auto" the first that can run on such a device.
+
+    `unfit` says why "auto" should not take a kernel for these inputs, if so.
+    """
+    chosen = _tables[op][_choose(op, backend, device_type, unfit)]
+    return chosen.function if isinstance(chosen, Lazy) else chosen  # type: ignore[return-value]
+
+
+@torch.compiler.assume_constant_result
+def _choose(op: str, backend: str, device_type: str, unfit: str | None) -> str:
+    """The name of the backend, loaded; a compiled graph asks once, when it is traced."""
+    table = _tables[op]
     if backend == "auto":
-        backend = next(name for name in AUTO_ORDER if name in table and _unavailable(table[name], device) is None)
-        if not torch.compiler.is_compiling() and (op, backend, device.type) not in _announced:
-            _announced.add((op, backend, device.type))
-            logger.info("%s: backend %r on %s", op, backend, device.type)
+        reasons = {name: _unavailable(table[name], device_type) for name in AUTO_ORDER if name in table}
+        if "triton" in table:
+            reasons["triton"] = reasons["triton"] or unfit or ("the interpreter is for tests" if device_type != "cuda" else None)
+        backend = next(name for name, reason in reasons.items() if reason is None)
+        if (op, backend, device_type) not in _announced:
+            _announced.add((op, backend, device_type))
+            logger.info("%s: backend %r on %s", op, backend, device_type)
+            if device_type == "cuda" and (why := _unavailable(table.get("triton", len), device_type)) is not None:
+                logger.warning("%s: the faster backend 'triton' is passed over: %s", op, why)
     elif backend not in table:
         raise ValueError(f"{op}: unknown backend {backend!r}{suggest(backend, [*table, 'auto'])}")
-    elif (why := _unavailable(table[backend], device)) is not None:
+    elif (why := _unavailable(table[backend], device_type)) is not None:
         raise ValueError(f"{op}: backend {backend!r} cannot run here: {why}")
-    chosen = table[backend]
-    return chosen.load() if isinstance(chosen, Lazy) else chosen
+    if isinstance(chosen := table[backend], Lazy):
+        chosen.load()
+    return backend
 
 
-def _unavailable(entry: Callable[..., Any] | Lazy, device: torch.device) -> str | None:
-    return entry.unavailable(device) if isinstance(entry, Lazy) else None
+def _unavailable(entry: Callable[..., Any] | Lazy, device_type: str) -> str | None:
+    return entry.unavailable(device_type) if isinstance(entry, Lazy) else None
 
 
 def suggest(name: object, known: Iterable[str]) -> str:
@@ -75,5 +100,6 @@ def suggest(name: object, known: Iterable[str]) -> str:
 
 def no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Ops choose their own precision: float32 sums must not become bfloat16 products because autocast is on."""
-    on = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    known = device.type in ("cuda", "cpu", "mps", "xpu")  # asking about a device type without autocast is an error
+    on = known and torch.is_autocast_enabled(device.type)
     return torch.autocast(device.type, enabled=False) if on else contextlib.nullcontext()

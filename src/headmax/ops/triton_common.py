@@ -9,24 +9,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headmax.ops.checks import beyond_kernels
 from headmax.ops.packing import CHUNK
 
 
-def block(width: int, most: int) -> int:
-    """The tile width for `width` channels: a power of two, at least 16 (what a matrix unit takes) and at most `most`."""
-    return min(most, max(64, triton.next_power_of_2(width)))
-
-
 def dot_precision(dtype: torch.dtype) -> str:
-    """Float32 inputs get float32 products; the matrix units' shorter mode would lose half the digits."""
-    return "ieee" if dtype == torch.float32 else "tf32"
+    """Float32 inputs get float32 products, of three of the matrix units' shorter ones; a single one would lose half the digits."""
+    return "tf32x3" if dtype == torch.float32 else "tf32"
 
 
 def check_kernel_limits(q: Tensor, v: Tensor) -> None:
-    if q.dtype == torch.float64:
-        raise ValueError("backend 'triton': q, k and v must be float32, bfloat16 or float16, got torch.float64; use 'chunkwise'")
-    if q.shape[3] > 256 or v.shape[3] > 512:
-        raise ValueError(f"backend 'triton': heads are at most 256 (key) and 512 (value) wide, got {q.shape[3]} and {v.shape[3]}")
+    if (why := beyond_kernels(q, v)) is not None:
+        raise ValueError(f"backend 'triton': {why}; use 'chunkwise'")
+
+
+MIN_SEGMENT = 8
+"""Chunks of a sequence worth a segment of their own."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +37,8 @@ class Layout:
     """[chunks, 2] first token and number of tokens of each chunk, for packed sequences."""
     starts: Tensor | None
     """[sequences + 1] first chunk of each sequence."""
+    chunk: int = CHUNK
+    """Tokens per chunk; packed sequences have CHUNK."""
 
     @property
     def packed(self) -> bool:
@@ -50,7 +50,12 @@ class Layout:
 
     @property
     def chunks(self) -> int:
-        return self.batch * triton.cdiv(self.time, CHUNK) if self.table is None else self.table.shape[0]
+        return self.batch * triton.cdiv(self.time, self.chunk) if self.table is None else self.table.shape[0]
+
+    def segments(self, blocks: int, processors: int) -> int:
+        """Into how many segments a scan cuts each sequence: enough to give every processor two of the `blocks` per sequence."""
+        wanted = 2 * processors // (blocks * self.sequences)
+        return max(1, min(wanted, self.chunks // (MIN_SEGMENT * self.sequences)))
 
 
 @triton.jit

@@ -2,18 +2,22 @@
 
 `prepare` turns a chunk's queries and keys into what no longer knows of gates or decays:
 
-    reading  = scale read_gate q exp(b)            what a query reads the chunk's first state with
-    writing  = write_gate k exp(b_C - b)           what a key writes to the chunk's last state
+    reading  = scale read_gate q exp(b - half)       what a query reads the chunk's first state with
+    writing  = write_gate k exp(b_C - b - half)      what a key writes to the chunk's last state
     scores   = (scale read_gate q)(write_gate k)^T ⊙ D, below and on the diagonal
-    whole    = b_C                                 the log-decay of the state over the chunk
+    whole    = b_C                                   the log-decay of the state over the chunk
 
-with b the running sum of log-decays. All else is matrix products: S' = exp(whole) S + writing^T v and o = reading S + scores v, and
-the same backwards; the gradients of reading, writing and scores go back to q, k, gates and decays in the kernel that makes them.
+with b the running sum of log-decays; `half` is 0 but for decays per channel (triton_channel.py). All else is matrix products, forwards
+
+    S' = exp(whole) S + exp(half) writing^T v        `scan`, which keeps exp(half) S for every chunk
+    o  = reading exp(half) S + scores v              `combine`
+
+and backwards the same two with (reading, dO) for (writing, v) and scores^T for scores; the gradients of reading, writing and scores
+go back to q, k, gates and decays in the kernel that makes them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -22,10 +26,9 @@ import triton.language as tl
 from torch import Tensor
 
 from headmax.ops.packing import CHUNK, Packing
-from headmax.ops.triton_channel import channel_score_gradients, channel_scores, channel_sums, is_mild
+from headmax.ops.triton_channel import channel_decays, exact_score_gradients, exact_scores, running_sum
 from headmax.ops.triton_common import (
     Layout,
-    block,
     check_kernel_limits,
     chunk_span,
     decay_matrix,
@@ -35,15 +38,16 @@ from headmax.ops.triton_common import (
     state_tile,
     tile,
 )
+from headmax.ops.triton_tiles import processors, tile_arguments
 
 
 @triton.jit
 def prepare_kernel(
-    q, k, log_decay, read_gate, write_gate, reading, writing, scores, whole, mild, table, scale, T,
+    q, k, log_decay, read_gate, write_gate, reading, writing, scores, whole, half, mild, table, scale, T,
     H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, DECAY: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr,
     PACKED: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Everything of a chunk that depends on gates and decays. EXACT does the scores over again where a channel's decay was not mild."""
+    """Everything of a chunk that depends on gates and decays. EXACT does those over again where a decay was not mild."""
     chunk, head = tl.program_id(0), tl.program_id(1)
     first, count = chunk_span(chunk, table, T, C, PACKED)
     index = chunk.to(tl.int64) * H + head
@@ -63,24 +67,25 @@ def prepare_kernel(
         t_q, t_k = tl.load(p_q, mask=inside, other=0.0), tl.load(p_k, mask=inside, other=0.0)
         gated_q, gated_k = t_q.to(tl.float32) * read, t_k.to(tl.float32) * write
         if DECAY == "channel":
-            step, before, after = channel_sums(log_decay, first, count, head, k_start, H, K, C, BK)
-            sums += channel_scores(gated_q.to(t_q.dtype), gated_k.to(t_k.dtype), step, before, count, C, BK, EXACT, PRECISION)
+            step, reads, writes, all_of_it, half_of_it = channel_decays(log_decay, first, count, head, k_start, H, K, C, BK, EXACT)
+            if EXACT:
+                sums += exact_scores(gated_q, gated_k, step, count, C, BK)
+            gated_q *= reads
+            gated_k *= writes
             if not EXACT:
-                total_channel = tl.sum(step, 0)
-                columns = k_start + tl.arange(0, BK)
-                tl.store(whole + index * K + columns, total_channel, mask=columns < K)
-                all_mild = all_mild * is_mild(total_channel).to(tl.int32)
-                gated_q *= tl.exp(before)
-                gated_k *= tl.exp(after)
+                sums += tl.dot(gated_q.to(t_q.dtype), tl.trans(gated_k.to(t_k.dtype)), input_precision=PRECISION)
+                all_mild = all_mild * (tl.min(all_of_it, 0) > -80.0).to(tl.int32)
+            columns = k_start + tl.arange(0, BK)
+            tl.store(whole + index * K + columns, all_of_it, mask=columns < K)
+            tl.store(half + index * K + columns, half_of_it, mask=columns < K)
         else:
             sums += tl.dot(gated_q.to(t_q.dtype), tl.trans(gated_k.to(t_k.dtype)), input_precision=PRECISION)
             gated_q *= from_start[:, None]
             gated_k *= to_end[:, None]
-        if not EXACT:
-            p_r, in_r = tile(reading, first, count, head, k_start, H, K, C, BK)
-            p_w, in_w = tile(writing, first, count, head, k_start, H, K, C, BK)
-            tl.store(p_r, gated_q.to(reading.dtype.element_ty), mask=inside)
-            tl.store(p_w, gated_k.to(writing.dtype.element_ty), mask=inside)
+        p_r, in_r = tile(reading, first, count, head, k_start, H, K, C, BK)
+        p_w, in_w = tile(writing, first, count, head, k_start, H, K, C, BK)
+        tl.store(p_r, gated_q.to(reading.dtype.element_ty), mask=inside)
+        tl.store(p_w, gated_k.to(writing.dtype.element_ty), mask=inside)
     if DECAY == "channel":
         sums = tl.where((rows[:, None] >= rows[None, :]) & (rows[:, None] < count), sums, 0.0)
         if not EXACT:
@@ -92,114 +97,143 @@ def prepare_kernel(
 
 
 @triton.jit
-def decay_state(state, whole, index, k_start, K: tl.constexpr, BK: tl.constexpr, CHANNEL: tl.constexpr):
-    """exp(whole) state"""
+def load_decays(decays, index, k_start, K: tl.constexpr, BK: tl.constexpr, CHANNEL: tl.constexpr):
+    """Log-decays of a [BK, ...] block of state number `index`: [BK], or one for all."""
     if CHANNEL:
         channels = k_start + tl.arange(0, BK)
-        return state * tl.exp(tl.load(whole + index * K + channels, mask=channels < K, other=0.0))[:, None]
+        return tl.load(decays + index * K + channels, mask=channels < K, other=0.0)
     else:
-        return state * tl.exp(tl.load(whole + index))
+        return tl.load(decays + index)
 
 
 @triton.jit
-def states_kernel(
-    writing, v, whole, initial, states, final, table, starts, T,
+def scaled(state, log_factor, CHANNEL: tl.constexpr):
+    """exp(log_factor) state"""
+    if CHANNEL:
+        return state * tl.exp(log_factor)[:, None]
+    else:
+        return state * tl.exp(log_factor)
+
+
+@triton.jit
+def scan_kernel(
+    keys, values, whole, half, initial, states, final, decays, table, starts, segments, T,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CHANNEL: tl.constexpr,
-    PACKED: tl.constexpr, HAS_INITIAL: tl.constexpr, PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, REVERSE: tl.constexpr, HAS_INITIAL: tl.constexpr, STORE: tl.constexpr, LAST: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """S' = exp(whole) S + writing^T v, one block of the state through a whole sequence; writes the state before each chunk."""
+    """S' = exp(whole) S + exp(half) keys^T values, one block of the state through one segment of a sequence, backwards if REVERSE.
+
+    STORE keeps exp(half) S for each chunk, LAST the state at the end; where nothing is stored, `decays` is the log-decay of the segment.
+    """
     k_start, v_start = tl.program_id(0) * BK, tl.program_id(1) * BV
-    sequence, head = tl.program_id(2) // H, tl.program_id(2) % H
+    run, head = tl.program_id(2) // H, tl.program_id(2) % H
+    sequence, segment = run // segments, run % segments
     first_chunk, chunks, token, end = sequence_span(sequence, table, starts, T, C, PACKED)
+    span = tl.cdiv(chunks, segments)
+    low = segment * span
+    mine = tl.maximum(tl.minimum(span, chunks - low), 0)
+    place = run.to(tl.int64) * H + head
     state = tl.zeros([BK, BV], tl.float32)
     if HAS_INITIAL:
-        p_initial, in_initial = state_tile(initial, (sequence * H + head).to(tl.int64), k_start, v_start, K, V, BK, BV)
+        p_initial, in_initial = state_tile(initial, place, k_start, v_start, K, V, BK, BV)
         state += tl.load(p_initial, mask=in_initial, other=0.0).to(tl.float32)
-    for n in range(chunks):
-        count = tl.minimum(C, end - token).to(tl.int32)
+    if CHANNEL:
+        total = tl.zeros([BK], tl.float32)
+    else:
+        total = 0.0
+    for i in range(mine):
+        if REVERSE:
+            n = low + mine - 1 - i
+        else:
+            n = low + i
+        at = token + n.to(tl.int64) * C
+        count = tl.minimum(C, end - at).to(tl.int32)
         index = (first_chunk + n).to(tl.int64) * H + head
-        p_s, in_s = state_tile(states, index, k_start, v_start, K, V, BK, BV)
-        tl.store(p_s, state.to(states.dtype.element_ty), mask=in_s)
-        p_w, in_w = tile(writing, token, count, head, k_start, H, K, C, BK)
-        p_v, in_v = tile(v, token, count, head, v_start, H, V, C, BV)
-        t_w, t_v = tl.load(p_w, mask=in_w, other=0.0), tl.load(p_v, mask=in_v, other=0.0)
-        state = decay_state(state, whole, index, k_start, K, BK, CHANNEL) + tl.dot(tl.trans(t_w), t_v, input_precision=PRECISION)
-        token += C
-    p_final, in_final = state_tile(final, (sequence * H + head).to(tl.int64), k_start, v_start, K, V, BK, BV)
+        p_k, in_k = tile(keys, at, count, head, k_start, H, K, C, BK)
+        p_v, in_v = tile(values, at, count, head, v_start, H, V, C, BV)
+        t_k, t_v = tl.load(p_k, mask=in_k, other=0.0), tl.load(p_v, mask=in_v, other=0.0)
+        decay = load_decays(whole, index, k_start, K, BK, CHANNEL)
+        added = tl.dot(tl.trans(t_k), t_v, input_precision=PRECISION)
+        if CHANNEL:
+            part = load_decays(half, index, k_start, K, BK, CHANNEL)
+            added = scaled(added, part, CHANNEL)
+        if STORE:
+            p_s, in_s = state_tile(states, index, k_start, v_start, K, V, BK, BV)
+            if CHANNEL:
+                tl.store(p_s, scaled(state, part, CHANNEL).to(states.dtype.element_ty), mask=in_s)
+            else:
+                tl.store(p_s, state.to(states.dtype.element_ty), mask=in_s)
+        else:
+            total += decay
+        state = scaled(state, decay, CHANNEL) + added
+    if LAST:
+        p_final, in_final = state_tile(final, place, k_start, v_start, K, V, BK, BV)
+        tl.store(p_final, state, mask=in_final)
+    if not STORE:
+        if CHANNEL:
+            channels = k_start + tl.arange(0, BK)
+            tl.store(decays + place * K + channels, total, mask=channels < K)
+        else:
+            tl.store(decays + place, total)
+
+
+@triton.jit
+def carry_kernel(
+    ends, decays, initial, final, segments,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CHANNEL: tl.constexpr, REVERSE: tl.constexpr,
+    HAS_INITIAL: tl.constexpr,
+):  # fmt: skip
+    """What each segment of a sequence would end with, had it begun with nothing, becomes what it begins with; and the last state."""
+    k_start, v_start = tl.program_id(0) * BK, tl.program_id(1) * BV
+    sequence, head = tl.program_id(2) // H, tl.program_id(2) % H
+    state = tl.zeros([BK, BV], tl.float32)
+    place = (sequence * H + head).to(tl.int64)
+    if HAS_INITIAL:
+        p_initial, in_initial = state_tile(initial, place, k_start, v_start, K, V, BK, BV)
+        state += tl.load(p_initial, mask=in_initial, other=0.0).to(tl.float32)
+    for i in range(segments):
+        if REVERSE:
+            run = sequence * segments + segments - 1 - i
+        else:
+            run = sequence * segments + i
+        index = run.to(tl.int64) * H + head
+        p_s, in_s = state_tile(ends, index, k_start, v_start, K, V, BK, BV)
+        end = tl.load(p_s, mask=in_s, other=0.0)
+        tl.store(p_s, state, mask=in_s)
+        state = scaled(state, load_decays(decays, index, k_start, K, BK, CHANNEL), CHANNEL) + end
+    p_final, in_final = state_tile(final, place, k_start, v_start, K, V, BK, BV)
     tl.store(p_final, state, mask=in_final)
 
 
 @triton.jit
-def output_kernel(
-    reading, scores, v, states, o, table, T,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
-    PRECISION: tl.constexpr,
+def combine_kernel(
+    keys, scores, values, states, result, table, T,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STATES: tl.constexpr,
+    TRANSPOSED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """o = reading S + scores v"""
+    """result = scores values + keys states, with scores^T if TRANSPOSED and the second term only if STATES."""
     v_start, chunk, head = tl.program_id(0) * BV, tl.program_id(1), tl.program_id(2)
     first, count = chunk_span(chunk, table, T, C, PACKED)
     p_a, in_a = tile(scores, first, count, head, 0, H, C, C, C)
-    p_v, in_v = tile(v, first, count, head, v_start, H, V, C, BV)
-    result = tl.dot(tl.load(p_a, mask=in_a, other=0.0), tl.load(p_v, mask=in_v, other=0.0), input_precision=PRECISION)
-    for k_start in range(0, K, BK):
-        p_r, in_r = tile(reading, first, count, head, k_start, H, K, C, BK)
-        p_s, in_s = state_tile(states, chunk.to(tl.int64) * H + head, k_start, v_start, K, V, BK, BV)
-        result += tl.dot(tl.load(p_r, mask=in_r, other=0.0), tl.load(p_s, mask=in_s, other=0.0), input_precision=PRECISION)
-    p_o, in_o = tile(o, first, count, head, v_start, H, V, C, BV)
-    tl.store(p_o, result.to(o.dtype.element_ty), mask=in_o)
-
-
-@triton.jit
-def state_gradients_kernel(
-    reading, d_o, whole, d_final, d_states, d_initial, table, starts, T,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CHANNEL: tl.constexpr,
-    PACKED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """dS = exp(whole) dS' + reading^T dO, backwards; writes the gradient of the state after each chunk."""
-    k_start, v_start = tl.program_id(0) * BK, tl.program_id(1) * BV
-    sequence, head = tl.program_id(2) // H, tl.program_id(2) % H
-    first_chunk, chunks, token, end = sequence_span(sequence, table, starts, T, C, PACKED)
-    p_final, in_final = state_tile(d_final, (sequence * H + head).to(tl.int64), k_start, v_start, K, V, BK, BV)
-    gradient = tl.load(p_final, mask=in_final, other=0.0).to(tl.float32)
-    for i in range(chunks):
-        n = chunks - 1 - i
-        first = token + n * C
-        count = tl.minimum(C, end - first).to(tl.int32)
-        index = (first_chunk + n).to(tl.int64) * H + head
-        p_s, in_s = state_tile(d_states, index, k_start, v_start, K, V, BK, BV)
-        tl.store(p_s, gradient.to(d_states.dtype.element_ty), mask=in_s)
-        p_r, in_r = tile(reading, first, count, head, k_start, H, K, C, BK)
-        p_o, in_o = tile(d_o, first, count, head, v_start, H, V, C, BV)
-        t_r, t_o = tl.load(p_r, mask=in_r, other=0.0), tl.load(p_o, mask=in_o, other=0.0)
-        gradient = decay_state(gradient, whole, index, k_start, K, BK, CHANNEL) + tl.dot(tl.trans(t_r), t_o, input_precision=PRECISION)
-    p_initial, in_initial = state_tile(d_initial, (sequence * H + head).to(tl.int64), k_start, v_start, K, V, BK, BV)
-    tl.store(p_initial, gradient, mask=in_initial)
-
-
-@triton.jit
-def value_gradients_kernel(
-    writing, scores, d_o, d_states, d_v, table, T,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LATER: tl.constexpr,
-    PACKED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """dV = scores^T dO + writing dS', the second term only if LATER."""
-    v_start, chunk, head = tl.program_id(0) * BV, tl.program_id(1), tl.program_id(2)
-    first, count = chunk_span(chunk, table, T, C, PACKED)
-    p_a, in_a = tile(scores, first, count, head, 0, H, C, C, C)
-    p_o, in_o = tile(d_o, first, count, head, v_start, H, V, C, BV)
-    result = tl.dot(tl.trans(tl.load(p_a, mask=in_a, other=0.0)), tl.load(p_o, mask=in_o, other=0.0), input_precision=PRECISION)
-    if LATER:
+    p_v, in_v = tile(values, first, count, head, v_start, H, V, C, BV)
+    t_a = tl.load(p_a, mask=in_a, other=0.0)
+    if TRANSPOSED:
+        t_a = tl.trans(t_a)
+    total = tl.dot(t_a, tl.load(p_v, mask=in_v, other=0.0), input_precision=PRECISION)
+    if STATES:
         for k_start in range(0, K, BK):
-            p_w, in_w = tile(writing, first, count, head, k_start, H, K, C, BK)
-            p_d, in_d = state_tile(d_states, chunk.to(tl.int64) * H + head, k_start, v_start, K, V, BK, BV)
-            result += tl.dot(tl.load(p_w, mask=in_w, other=0.0), tl.load(p_d, mask=in_d, other=0.0), input_precision=PRECISION)
-    p_v, in_v = tile(d_v, first, count, head, v_start, H, V, C, BV)
-    tl.store(p_v, result.to(d_v.dtype.element_ty), mask=in_v)
+            p_k, in_k = tile(keys, first, count, head, k_start, H, K, C, BK)
+            p_s, in_s = state_tile(states, chunk.to(tl.int64) * H + head, k_start, v_start, K, V, BK, BV)
+            total += tl.dot(tl.load(p_k, mask=in_k, other=0.0), tl.load(p_s, mask=in_s, other=0.0), input_precision=PRECISION)
+    p_o, in_o = tile(result, first, count, head, v_start, H, V, C, BV)
+    tl.store(p_o, total.to(result.dtype.element_ty), mask=in_o)
 
 
 @triton.jit
 def query_key_gradients_kernel(
-    q, k, v, d_o, log_decay, read_gate, write_gate, states, d_states, mild, d_q, d_k, d_read, d_write, d_decay, table, scale, T, tokens,
+    q, k, v, d_o, log_decay, read_gate, write_gate, reading, writing, states, d_states, mild, d_q, d_k, d_read, d_write, d_decay, table,
+    scale, T, tokens,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     DECAY: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr, PACKED: tl.constexpr, DECAY_GRADIENT: tl.constexpr,
     EXACT: tl.constexpr, PRECISION: tl.constexpr,
@@ -212,7 +246,7 @@ def query_key_gradients_kernel(
             return
     first, count = chunk_span(chunk, table, T, C, PACKED)
     rows = tl.arange(0, C)
-    from_state, from_later, scores = tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32), tl.zeros([C, C], tl.float32)
+    g_q, g_k, scores = tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32), tl.zeros([C, C], tl.float32)
     kept = tl.zeros([BK], tl.float32)
     for v_start in range(0, V, BV):
         p_v, in_v = tile(v, first, count, head, v_start, H, V, C, BV)
@@ -222,75 +256,63 @@ def query_key_gradients_kernel(
         t_v, t_o = tl.load(p_v, mask=in_v, other=0.0), tl.load(p_o, mask=in_o, other=0.0)
         t_s, t_d = tl.load(p_s, mask=in_s, other=0.0), tl.load(p_d, mask=in_d, other=0.0)
         scores += tl.dot(t_o, tl.trans(t_v), input_precision=PRECISION)
-        from_state += tl.dot(t_o, tl.trans(t_s), input_precision=PRECISION)
-        from_later += tl.dot(t_v, tl.trans(t_d), input_precision=PRECISION)
+        g_q += tl.dot(t_o, tl.trans(t_s), input_precision=PRECISION)
+        g_k += tl.dot(t_v, tl.trans(t_d), input_precision=PRECISION)
         if DECAY_GRADIENT:
             kept += tl.sum(t_s.to(tl.float32) * t_d.to(tl.float32), 1)
-    write = row_values(write_gate, first, count, head, H, C, WRITE)[:, None]
+    # g_q and g_k are gradients of what q and k were when the scores were taken; a decay's gradient is a difference of the two, in which
+    # the scores' share cancels only if the very same rounded factors stand in both
     read = row_values(read_gate, first, count, head, H, C, READ)[:, None] * scale
+    write = row_values(write_gate, first, count, head, H, C, WRITE)[:, None]
     p_q, inside = tile(q, first, count, head, k_start, H, K, C, BK)
     p_k, in_k = tile(k, first, count, head, k_start, H, K, C, BK)
     t_q, t_k = tl.load(p_q, mask=inside, other=0.0), tl.load(p_k, mask=inside, other=0.0)
-    gated_q, gated_k = (t_q.to(tl.float32) * read).to(t_q.dtype), (t_k.to(tl.float32) * write).to(t_k.dtype)
     if DECAY == "channel":
-        step, before, after = channel_sums(log_decay, first, count, head, k_start, H, K, C, BK)
-        whole = tl.exp(tl.sum(step, 0))
-        from_later *= tl.exp(after)
+        step, reads, writes, whole, half = channel_decays(log_decay, first, count, head, k_start, H, K, C, BK, EXACT)
+        p_r, in_r = tile(reading, first, count, head, k_start, H, K, C, BK)
+        p_w, in_w = tile(writing, first, count, head, k_start, H, K, C, BK)
+        as_read, as_written = tl.load(p_r, mask=inside, other=0.0), tl.load(p_w, mask=inside, other=0.0)
         scores = tl.where((rows[:, None] >= rows[None, :]) & (rows[:, None] < count), scores, 0.0)
-        g_q, g_k = channel_score_gradients(scores, gated_q, gated_k, step, before, count, C, BK, EXACT, PRECISION)
-        g_q += from_state * tl.exp(before)
+        leaves = kept * tl.exp(whole - 2 * half) + tl.sum(g_k * as_written.to(tl.float32), 0)
+        if EXACT:
+            gated_q, gated_k = t_q.to(tl.float32) * read, t_k.to(tl.float32) * write
+            more_q, more_k = exact_score_gradients(scores, gated_q, gated_k, step, count, C, BK)
+            each = g_q * as_read.to(tl.float32) - g_k * as_written.to(tl.float32) + more_q * gated_q - more_k * gated_k
+            g_q, g_k = g_q * reads + more_q, g_k * writes + more_k
+        else:
+            rounded = scores.to(as_read.dtype)
+            g_q += tl.dot(rounded, as_written, input_precision=PRECISION)
+            g_k += tl.dot(tl.trans(rounded), as_read, input_precision=PRECISION)
+            each = g_q * as_read.to(tl.float32) - g_k * as_written.to(tl.float32)
+            g_q *= reads
+            g_k *= writes
+        if DECAY_GRADIENT:
+            after = tl.where(rows[:, None] <= rows[None, :], 1.0, 0.0)
+            p_g, in_g = tile(d_decay, first, count, head, k_start, H, K, C, BK)
+            tl.store(p_g, running_sum(each, after) + leaves[None, :], mask=inside)
     else:
         d, from_start, to_end, total = decay_matrix(log_decay, first, count, head, H, C, DECAY)
-        whole = tl.exp(total)
-        scores = scores * d
-        from_later *= to_end[:, None]
-        rounded = scores.to(t_q.dtype)
-        g_q = from_state * from_start[:, None] + tl.dot(rounded, gated_k, input_precision=PRECISION)
-        g_k = tl.dot(tl.trans(rounded), gated_q, input_precision=PRECISION)
-    g_k += from_later
+        as_read, as_written = (t_q.to(tl.float32) * read).to(t_q.dtype), (t_k.to(tl.float32) * write).to(t_k.dtype)
+        rounded = (scores * d).to(t_q.dtype)
+        g_k *= to_end[:, None]
+        leaves = tl.exp(total) * tl.sum(kept, 0)
+        if DECAY_GRADIENT:
+            leaves += tl.sum(tl.sum(g_k * as_written.to(tl.float32), 1), 0)
+        g_q = g_q * from_start[:, None] + tl.dot(rounded, as_written, input_precision=PRECISION)
+        g_k += tl.dot(tl.trans(rounded), as_read, input_precision=PRECISION)
+        if DECAY_GRADIENT:
+            moved = tl.sum(g_q * as_read.to(tl.float32) - g_k * as_written.to(tl.float32), 1)
+            part = (k_block.to(tl.int64) * tokens + first + rows) * H + head
+            tl.store(d_decay + part, tl.cumsum(moved, 0, reverse=True) + leaves, mask=rows < count)
     p_dq, in_dq = tile(d_q, first, count, head, k_start, H, K, C, BK)
     p_dk, in_dk = tile(d_k, first, count, head, k_start, H, K, C, BK)
     tl.store(p_dq, (g_q * read).to(d_q.dtype.element_ty), mask=inside)
     tl.store(p_dk, (g_k * write).to(d_k.dtype.element_ty), mask=inside)
-    part = (k_block.to(tl.int64) * tokens + first + rows) * H + head
+    at = (k_block.to(tl.int64) * tokens + first + rows) * H + head
     if READ:
-        tl.store(d_read + part, tl.sum(g_q * t_q.to(tl.float32), 1) * scale, mask=rows < count)
+        tl.store(d_read + at, tl.sum(g_q * t_q.to(tl.float32), 1) * scale, mask=rows < count)
     if WRITE:
-        tl.store(d_write + part, tl.sum(g_k * t_k.to(tl.float32), 1), mask=rows < count)
-    if DECAY_GRADIENT:
-        # b_i scales what token i reads and divides what it wrote; the chunk's sum scales all that leaves it
-        wide_q, wide_k = t_q.to(tl.float32) * read, t_k.to(tl.float32) * write
-        each, leaves = g_q * wide_q - g_k * wide_k, whole * kept + tl.sum(from_later * wide_k, 0)
-        if DECAY == "channel":
-            p_g, in_g = tile(d_decay, first, count, head, k_start, H, K, C, BK)
-            tl.store(p_g, tl.cumsum(each, 0, reverse=True) + leaves[None, :], mask=inside)
-        else:
-            tl.store(d_decay + part, tl.cumsum(tl.sum(each, 1), 0, reverse=True) + tl.sum(leaves, 0), mask=rows < count)
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """Block shapes of a kernel (at most; narrower heads take less), and how it is compiled."""
-
-    key: int
-    value: int
-    warps: int
-    stages: int
-
-
-TILES = {
-    "prepare": Tiles(64, 64, 4, 2),
-    "states": Tiles(64, 128, 4, 3),
-    "output": Tiles(64, 128, 4, 3),
-    "state_gradients": Tiles(64, 128, 4, 3),
-    "query_key_gradients": Tiles(64, 64, 8, 2),
-    "value_gradients": Tiles(64, 128, 4, 3),
-}
-
-
-def tile_arguments(name: str, key: int, value: int) -> dict[str, int]:
-    tiles = TILES[name]
-    return {"BK": block(key, tiles.key), "BV": block(value, tiles.value), "num_warps": tiles.warps, "num_stages": tiles.stages}
+        tl.store(d_write + at, tl.sum(g_k * t_k.to(tl.float32), 1), mask=rows < count)
 
 
 def decay_kind(log_decay: Tensor | None) -> str:
@@ -299,7 +321,7 @@ def decay_kind(log_decay: Tensor | None) -> str:
 
 def shape_arguments(q: Tensor, layout: Layout) -> dict[str, Any]:
     """What all kernels are specialised to."""
-    names = {"T": q.shape[1], "H": q.shape[2], "K": q.shape[3], "C": CHUNK}
+    names = {"T": q.shape[1], "H": q.shape[2], "K": q.shape[3], "C": layout.chunk}
     return names | {"PACKED": layout.packed, "PRECISION": dot_precision(q.dtype)}
 
 
@@ -309,75 +331,81 @@ class Prepared(NamedTuple):
     reading: Tensor
     writing: Tensor
     scores: Tensor
-    """[batch, time, heads, CHUNK]"""
+    """[batch, time, heads, chunk]"""
     whole: Tensor
     """[chunks, heads], or [chunks, heads, key] for a decay per channel."""
+    half: Tensor
+    """[chunks, heads, key] for a decay per channel, else empty."""
     mild: Tensor
-    """[chunks, heads] whether the decays were mild enough for one product; decays per channel only."""
+    """[chunks, heads] whether the decays were mild enough for one product, for a decay per channel, else empty."""
 
 
 def prepare(
     q: Tensor, k: Tensor, log_decay: Tensor | None, read_gate: Tensor | None, write_gate: Tensor | None, scale: float, layout: Layout
 ) -> Prepared:
     (batch, time, heads, key), channel = q.shape, decay_kind(log_decay) == "channel"
+    per_chunk = (layout.chunks, heads)
     made = Prepared(
         reading=torch.empty_like(q),
         writing=torch.empty_like(k),
-        scores=q.new_empty(batch, time, heads, CHUNK),
-        whole=q.new_empty((layout.chunks, heads, key) if channel else (layout.chunks, heads), dtype=torch.float32),
-        mild=q.new_empty((layout.chunks, heads) if channel else (0,), dtype=torch.int32),
+        scores=q.new_empty(batch, time, heads, layout.chunk),
+        whole=q.new_empty((*per_chunk, key) if channel else per_chunk, dtype=torch.float32),
+        half=q.new_empty((*per_chunk, key) if channel else (0,), dtype=torch.float32),
+        mild=q.new_empty(per_chunk if channel else (0,), dtype=torch.int32),
     )
-    tiles = tile_arguments("prepare", key, 64)
-    del tiles["BV"]
+    tiles = tile_arguments("prepare_channel" if channel else "prepare", q, key)
     for exact in (False, True) if channel else (False,):
-        prepare_kernel[(layout.chunks, heads)](
+        prepare_kernel[per_chunk](
             q, k, log_decay, read_gate, write_gate, *made, layout.table, scale, **shape_arguments(q, layout), DECAY=decay_kind(log_decay),
             READ=read_gate is not None, WRITE=write_gate is not None, EXACT=exact, **tiles,
         )  # fmt: skip
     return made
 
 
-def chunk_states(prepared: Prepared, v: Tensor, initial: Tensor | None, layout: Layout) -> tuple[Tensor, Tensor]:
-    """The state before every chunk [chunks, H, K, V] in v's dtype, and the last one of every sequence in float32."""
-    heads, key, value = v.shape[2], prepared.writing.shape[3], v.shape[3]
-    states = v.new_empty(layout.chunks, heads, key, value)
-    final = v.new_empty(layout.sequences, heads, key, value, dtype=torch.float32)
-    tiles = tile_arguments("states", key, value)
-    states_kernel[(triton.cdiv(key, tiles["BK"]), triton.cdiv(value, tiles["BV"]), layout.sequences * heads)](
-        prepared.writing, v, prepared.whole, initial, states, final, layout.table, layout.starts, V=value,
-        CHANNEL=prepared.whole.ndim == 3, HAS_INITIAL=initial is not None, **shape_arguments(prepared.writing, layout), **tiles,
-    )  # fmt: skip
+def scan(
+    keys: Tensor, values: Tensor, whole: Tensor, half: Tensor, initial: Tensor | None, layout: Layout, reverse: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The state each chunk begins with (ends with, if `reverse`) [chunks, H, K, V] in the values' dtype; the last state in float32.
+
+    Sequences too few to keep the GPU busy are cut into segments, which run at the same time: once from nothing, to know what each ends
+    with, and again from what the segments before it hand on.
+    """
+    heads, key, value, runs = values.shape[2], keys.shape[3], values.shape[3], layout.sequences
+    tiles = tile_arguments("scan", keys, key, value)
+    blocks, sizes = (triton.cdiv(key, tiles["BK"]), triton.cdiv(value, tiles["BV"])), (heads, key, value)
+    states = values.new_empty(layout.chunks, *sizes)
+    final = values.new_empty(runs, *sizes, dtype=torch.float32)
+    segments = layout.segments(blocks[0] * blocks[1] * heads, processors(keys.device))
+    shape = shape_arguments(keys, layout) | {"V": value, "CHANNEL": whole.ndim == 3, "REVERSE": reverse} | tiles
+
+    def launch(begin: Tensor | None, end: Tensor, decays: Tensor, store: bool, last: bool) -> None:
+        scan_kernel[(*blocks, runs * segments * heads)](
+            keys, values, whole, half, begin, states, end, decays, layout.table, layout.starts, segments, **shape,
+            HAS_INITIAL=begin is not None, STORE=store, LAST=last,
+        )  # fmt: skip
+
+    if segments == 1:
+        launch(initial, final, final, store=True, last=True)
+        return states, final
+    ends = final.new_empty(runs * segments, *sizes)
+    decays = final.new_empty(runs * segments, heads, *whole.shape[2:])
+    launch(None, ends, decays, store=False, last=True)
+    few = {name: shape[name] for name in ("H", "K", "V", "CHANNEL", "REVERSE")} | {"BK": 16, "BV": 64}
+    carry_kernel[(triton.cdiv(key, 16), triton.cdiv(value, 64), runs * heads)](
+        ends, decays, initial, final, segments, **few, HAS_INITIAL=initial is not None
+    )
+    launch(ends, final, decays, store=True, last=False)
     return states, final
 
 
-def output(prepared: Prepared, v: Tensor, states: Tensor, layout: Layout) -> Tensor:
-    o, tiles = torch.empty_like(v), tile_arguments("output", prepared.reading.shape[3], v.shape[3])
-    output_kernel[(triton.cdiv(v.shape[3], tiles["BV"]), layout.chunks, v.shape[2])](
-        prepared.reading, prepared.scores, v, states, o, layout.table, V=v.shape[3], **shape_arguments(prepared.reading, layout), **tiles
-    )
-    return o
-
-
-def state_gradients(prepared: Prepared, d_o: Tensor, d_final: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """The gradient of the state after every chunk in d_o's dtype, and of the initial states in float32."""
-    heads, key, value = d_o.shape[2], prepared.reading.shape[3], d_o.shape[3]
-    d_states, d_initial = d_o.new_empty(layout.chunks, heads, key, value), torch.empty_like(d_final)
-    tiles = tile_arguments("state_gradients", key, value)
-    state_gradients_kernel[(triton.cdiv(key, tiles["BK"]), triton.cdiv(value, tiles["BV"]), layout.sequences * heads)](
-        prepared.reading, d_o, prepared.whole, d_final, d_states, d_initial, layout.table, layout.starts, V=value,
-        CHANNEL=prepared.whole.ndim == 3, **shape_arguments(prepared.reading, layout), **tiles,
+def combine(keys: Tensor, scores: Tensor, values: Tensor, states: Tensor | None, layout: Layout, transposed: bool = False) -> Tensor:
+    """scores values + keys states for every chunk; with scores^T if `transposed`."""
+    result, tiles = torch.empty_like(values), tile_arguments("combine", keys, keys.shape[3], values.shape[3])
+    combine_kernel[(triton.cdiv(values.shape[3], tiles["BV"]), layout.chunks, values.shape[2])](
+        keys, scores, values, states, result, layout.table, V=values.shape[3], STATES=states is not None, TRANSPOSED=transposed,
+        **shape_arguments(keys, layout), **tiles,
     )  # fmt: skip
-    return d_states, d_initial
-
-
-def value_gradients(prepared: Prepared, d_o: Tensor, d_states: Tensor | None, layout: Layout) -> Tensor:
-    """d_v; without `d_states` only what comes from within each chunk."""
-    d_v, tiles = torch.empty_like(d_o), tile_arguments("value_gradients", prepared.writing.shape[3], d_o.shape[3])
-    value_gradients_kernel[(triton.cdiv(d_o.shape[3], tiles["BV"]), layout.chunks, d_o.shape[2])](
-        prepared.writing, prepared.scores, d_o, d_states, d_v, layout.table, V=d_o.shape[3], LATER=d_states is not None,
-        **shape_arguments(prepared.writing, layout), **tiles,
-    )  # fmt: skip
-    return d_v
+    return result
 
 
 def query_key_gradients(
@@ -385,27 +413,29 @@ def query_key_gradients(
     scale: float, prepared: Prepared, states: Tensor, d_states: Tensor, layout: Layout, decay_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """d_q, d_k, and the gradients of log_decay and the gates, empty where there is none."""
-    d_q, d_k = torch.empty_like(q), torch.empty_like(k)
-    kind, tiles = decay_kind(log_decay), tile_arguments("query_key_gradients", q.shape[3], v.shape[3])
+    d_q, d_k, kind = torch.empty_like(q), torch.empty_like(k), decay_kind(log_decay)
+    tiles = tile_arguments("query_key_gradients" + "_channel" * (kind == "channel"), q, q.shape[3], v.shape[3])
     parts = triton.cdiv(q.shape[3], tiles["BK"])
     gates = {"READ": read_gate is not None, "WRITE": write_gate is not None}
-    per_block, per_channel, nothing = (parts, *q.shape[:3]), (1, *q.shape), (0,)
-    d_read, d_write, d_decay = (
-        q.new_empty(size, dtype=torch.float32)
-        for size in (
-            per_block if gates["READ"] else nothing,
-            per_block if gates["WRITE"] else nothing,
-            (per_channel if kind == "channel" else per_block) if decay_gradient else nothing,
-        )
-    )
+    wanted = (gates["READ"], gates["WRITE"], decay_gradient and kind != "channel")
+    d_read, d_write, d_decay = (q.new_empty((parts, *q.shape[:3]) if there else (0,), dtype=torch.float32) for there in wanted)
+    if decay_gradient and kind == "channel":
+        d_decay = torch.empty_like(q, dtype=torch.float32)
     for exact in (False, True) if kind == "channel" else (False,):
         query_key_gradients_kernel[(parts, layout.chunks, q.shape[2])](
-            q, k, v, d_o, log_decay, read_gate, write_gate, states, d_states, prepared.mild, d_q, d_k, d_read, d_write, d_decay,
-            layout.table, scale, tokens=q.shape[0] * q.shape[1], V=v.shape[3], DECAY=kind, DECAY_GRADIENT=decay_gradient, EXACT=exact,
-            **shape_arguments(q, layout), **gates, **tiles,
+            q, k, v, d_o, log_decay, read_gate, write_gate, prepared.reading, prepared.writing, states, d_states, prepared.mild, d_q, d_k,
+            d_read, d_write, d_decay, layout.table, scale, tokens=q.shape[0] * q.shape[1], V=v.shape[3], DECAY=kind,
+            DECAY_GRADIENT=decay_gradient, EXACT=exact, **shape_arguments(q, layout), **gates, **tiles,
         )  # fmt: skip
-    d_decay, d_read, d_write = d_decay.sum(0), d_read.sum(0), d_write.sum(0)
+    d_read, d_write, d_decay = (x[0] if there and parts == 1 else x.sum(0) if there else x
+                                for x, there in zip((d_read, d_write, d_decay), wanted, strict=True))  # fmt: skip
     return d_q, d_k, d_decay.sum((0, 1)) if decay_gradient and kind == "head" else d_decay, d_read, d_write
+
+
+def layout_of(q: Tensor, log_decay: Tensor | None, table: Tensor | None, starts: Tensor | None) -> Layout:
+    """Longer chunks where the decay is a scalar: half as many states to write and read back."""
+    long = table is None and decay_kind(log_decay) != "channel"
+    return Layout(q.shape[0], q.shape[1], table, starts, chunk=2 * CHUNK if long else CHUNK)
 
 
 @torch.library.custom_op("headmax::decayed_attention", mutates_args=())
@@ -413,10 +443,10 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, read_gate: Tensor | None, write_gate: Tensor | None,
     scale: float, initial: Tensor | None, table: Tensor | None, starts: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    layout = Layout(q.shape[0], q.shape[1], table, starts)
+    layout = layout_of(q, log_decay, table, starts)
     prepared = prepare(q, k, log_decay, read_gate, write_gate, scale, layout)
-    states, final = chunk_states(prepared, v, initial, layout)
-    return output(prepared, v, states, layout), final
+    states, final = scan(prepared.writing, v, prepared.whole, prepared.half, initial, layout)
+    return combine(prepared.reading, prepared.scores, v, states, layout), final
 
 
 @_forward.register_fake
@@ -431,11 +461,11 @@ def _backward(
     write_gate: Tensor | None, scale: float, initial: Tensor | None, table: Tensor | None, starts: Tensor | None, decay_gradient: bool,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, k, v, log_decay, read_gate, write_gate, initial; an empty tensor where there is none."""
-    layout, d_o = Layout(q.shape[0], q.shape[1], table, starts), d_o.contiguous()
+    layout, d_o = layout_of(q, log_decay, table, starts), d_o.contiguous()
     prepared = prepare(q, k, log_decay, read_gate, write_gate, scale, layout)
-    states, _ = chunk_states(prepared, v, initial, layout)
-    d_states, d_initial = state_gradients(prepared, d_o, d_final.contiguous(), layout)
-    d_v = value_gradients(prepared, d_o, d_states, layout)
+    states, _ = scan(prepared.writing, v, prepared.whole, prepared.half, initial, layout)
+    d_states, d_initial = scan(prepared.reading, d_o, prepared.whole, prepared.half, d_final.contiguous(), layout, reverse=True)
+    d_v = combine(prepared.writing, prepared.scores, d_o, d_states, layout, transposed=True)
     d_q, d_k, *rows = query_key_gradients(
         q, k, v, d_o, log_decay, read_gate, write_gate, scale, prepared, states, d_states, layout, decay_gradient
     )
@@ -476,6 +506,9 @@ def decayed_attention(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Linear attention with log_decay None, [H], [B,T,H] or [B,T,H,K]."""
     check_kernel_limits(q, v)
+    if q.dtype == torch.float16 and decay_kind(log_decay) == "channel":  # a chunk's decays do not fit float16's range
+        o, state = decayed_attention(q.float(), k.float(), v.float(), log_decay, read_gate, write_gate, scale, initial_state, packing)
+        return o.half(), state
     tensors = [None if x is None else x.contiguous() for x in (q, k, v, log_decay, read_gate, write_gate)]
     table, starts = (None, None) if packing is None else (packing.chunk_table, packing.chunk_starts)
     return _forward(*tensors, scale, None if initial_state is None else initial_state.contiguous(), table, starts)

@@ -6,19 +6,23 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from headmax.ops.checks import check_device, check_recurrence, check_shape
+from headmax.ops.checks import beyond_kernels, check_device, check_recurrence, check_shape
 from headmax.ops.gated_delta_rule import chunkwise, reference
 from headmax.ops.packing import Packing
-from headmax.ops.registry import Lazy, Table, no_autocast, select
+from headmax.ops.registry import Lazy, no_autocast, register, select
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-BACKENDS: Table = {
-    "reference": reference.gated_delta_rule,
-    "chunkwise": chunkwise.gated_delta_rule,
-    "triton": Lazy("headmax.ops.gated_delta_rule.triton_chunk", "gated_delta_rule", needs="triton"),
-}
+register(
+    "gated_delta_rule",
+    {
+        "reference": reference.gated_delta_rule,
+        "chunkwise": chunkwise.gated_delta_rule,
+        "triton": Lazy("headmax.ops.gated_delta_rule.triton_chunk", "gated_delta_rule", needs="triton", interpreted=True),
+        "fla": Lazy("headmax.ops.gated_delta_rule.fla", "gated_delta_rule", needs="fla"),
+    },
+)
 
 
 def gated_delta_rule(
@@ -56,7 +60,7 @@ def gated_delta_rule(
     for name, x in (("log_decay", log_decay), ("beta", beta)):
         check_shape("gated_delta_rule", name, x, "batch, time, heads", v.shape[:3])
         check_device("gated_delta_rule", name, x, q)
-    run = select("gated_delta_rule", BACKENDS, backend, q.device)
+    run = select("gated_delta_rule", backend, q.device.type, beyond_kernels(q, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     with no_autocast(q.device):
         o, state = run(q, k, v, log_decay, beta, normalize_qk, read_gate, write_gate, scale, initial_state, packing)

@@ -15,17 +15,16 @@ from headmax.ops.gated_delta_rule.reference import unit_length
 from headmax.ops.packing import Packing
 from headmax.ops.triton_common import (
     Layout,
-    block,
     check_kernel_limits,
     chunk_span,
     decay_matrix,
-    decay_sums,
     row_values,
     sequence_span,
     state_tile,
     tile,
 )
-from headmax.ops.triton_decayed import Prepared, decay_state, output, prepare, query_key_gradients, shape_arguments, value_gradients
+from headmax.ops.triton_decayed import Prepared, combine, load_decays, prepare, query_key_gradients, scaled, shape_arguments
+from headmax.ops.triton_tiles import tile_arguments
 
 
 @triton.jit
@@ -40,26 +39,25 @@ def key_products(k, first, count, head, H: tl.constexpr, K: tl.constexpr, C: tl.
 
 
 @triton.jit
-def delta_inverse_kernel(
-    k, log_decay, beta, inverse, table, T,
-    H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """(I + L)^-1 of every chunk, row by row."""
-    chunk, head = tl.program_id(0), tl.program_id(1)
-    first, count = chunk_span(chunk, table, T, C, PACKED)
+def unit_lower_inverse(lower, C: tl.constexpr):
+    """(I + lower)^-1 of a strictly lower [C, C] tile: its 16 x 16 diagonal blocks by substitution, all at once; then, with D the inverse
+    of the block diagonal and N = D (what lies below it), (I + N)^-1 D = (I - N)(I + N^2) D, exact since N^4 = 0 for four blocks.
+    """
+    tl.static_assert(C == 64)
     rows = tl.arange(0, C)
-    d, from_start, to_end, whole = decay_matrix(log_decay, first, count, head, H, C, DECAY)
-    strength = row_values(beta, first, count, head, H, C, True)
-    lower = key_products(k, first, count, head, H, K, C, BK, PRECISION) * d * strength[:, None]
-    solved = tl.where(rows[:, None] > rows[None, :], -lower, 0.0)
-    for i in range(1, count):
-        row = tl.sum(tl.where(rows[:, None] == i, solved, 0.0), 0)
-        row += tl.sum(row[:, None] * solved, 0)
-        solved = tl.where(rows[:, None] == i, row[None, :], solved)
-    solved += tl.where(rows[:, None] == rows[None, :], 1.0, 0.0)
-    p_i, in_i = tile(inverse, first, count, head, 0, H, C, C, C)
-    tl.store(p_i, solved.to(inverse.dtype.element_ty), mask=in_i)
+    same = (rows[:, None] // 16) == (rows[None, :] // 16)
+    small = tl.arange(0, 16)
+    solved = tl.sum(tl.reshape(tl.where(same, -lower, 0.0), (4, 16, 4, 16)), 2)
+    for i in range(1, 16):
+        row = tl.sum(tl.where(small[None, :, None] == i, solved, 0.0), 1)
+        row += tl.sum(row[:, :, None] * solved, 1)
+        solved = tl.where(small[None, :, None] == i, row[:, None, :], solved)
+    solved += tl.where(small[None, :, None] == small[None, None, :], 1.0, 0.0)
+    blocks = tl.reshape(tl.broadcast_to(solved[:, :, None, :], (4, 16, 4, 16)), (C, C))
+    blocks = tl.where(same, blocks, 0.0)
+    below = tl.dot(blocks, tl.where(same, 0.0, lower), input_precision="tf32x3")
+    inverse = blocks + tl.dot(below, tl.dot(below, blocks, input_precision="tf32x3"), input_precision="tf32x3")
+    return inverse - tl.dot(below, inverse, input_precision="tf32x3")
 
 
 @triton.jit
@@ -68,16 +66,19 @@ def delta_writes_kernel(
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr,
     WRITE: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """erase = (I + L)^-1 β exp(b) k and fresh = (I + L)^-1 β write_gate v, so that u = fresh - erase S."""
+    """erase = (I + L)^-1 β exp(b) k and fresh = (I + L)^-1 β write_gate v, so that u = fresh - erase S; keeps the inverse."""
     chunk, head = tl.program_id(0), tl.program_id(1)
     first, count = chunk_span(chunk, table, T, C, PACKED)
-    b, whole = decay_sums(log_decay, first, count, head, H, C, DECAY)
+    rows = tl.arange(0, C)
+    d, from_start, to_end, whole = decay_matrix(log_decay, first, count, head, H, C, DECAY)
     strength = row_values(beta, first, count, head, H, C, True)
+    lower = key_products(k, first, count, head, H, K, C, BK, PRECISION) * d * strength[:, None]
+    t_i = unit_lower_inverse(tl.where(rows[:, None] > rows[None, :], lower, 0.0), C).to(inverse.dtype.element_ty)
     p_i, in_i = tile(inverse, first, count, head, 0, H, C, C, C)
-    t_i = tl.load(p_i, mask=in_i, other=0.0)
+    tl.store(p_i, t_i, mask=in_i)
     for k_start in range(0, K, BK):
         p_k, in_k = tile(k, first, count, head, k_start, H, K, C, BK)
-        t_k = tl.load(p_k, mask=in_k, other=0.0).to(tl.float32) * (strength * tl.exp(b.to(tl.float32)))[:, None]
+        t_k = tl.load(p_k, mask=in_k, other=0.0).to(tl.float32) * (strength * from_start)[:, None]
         p_e, in_e = tile(erase, first, count, head, k_start, H, K, C, BK)
         tl.store(p_e, tl.dot(t_i, t_k.to(t_i.dtype), input_precision=PRECISION).to(erase.dtype.element_ty), mask=in_k)
     strength *= row_values(write_gate, first, count, head, H, C, WRITE)
@@ -114,7 +115,7 @@ def delta_states_kernel(
         tl.store(p_s, rounded, mask=in_s)
         t_u = (t_f.to(tl.float32) - tl.dot(t_e, rounded, input_precision=PRECISION)).to(t_w.dtype)
         tl.store(p_u, t_u, mask=in_u)
-        state = decay_state(state, whole, index, 0, K, BK, False) + tl.dot(tl.trans(t_w), t_u, input_precision=PRECISION)
+        state = scaled(state, load_decays(whole, index, 0, K, BK, False), False) + tl.dot(tl.trans(t_w), t_u, input_precision=PRECISION)
         token += C
     p_final, in_final = state_tile(final, (sequence * H + head).to(tl.int64), 0, v_start, K, V, BK, BV)
     tl.store(p_final, state, mask=in_final)
@@ -148,7 +149,9 @@ def delta_state_gradients_kernel(
         tl.store(p_s, rounded, mask=in_s)
         t_u = (t_u.to(tl.float32) + tl.dot(t_w, rounded, input_precision=PRECISION)).to(t_w.dtype)
         tl.store(p_u, t_u, mask=in_u)
-        gradient = decay_state(gradient, whole, index, 0, K, BK, False) + tl.dot(tl.trans(t_r), t_o, input_precision=PRECISION)
+        gradient = scaled(gradient, load_decays(whole, index, 0, K, BK, False), False) + tl.dot(
+            tl.trans(t_r), t_o, input_precision=PRECISION
+        )
         gradient -= tl.dot(tl.trans(t_e), t_u, input_precision=PRECISION)
     p_initial, in_initial = state_tile(d_initial, (sequence * H + head).to(tl.int64), 0, v_start, K, V, BK, BV)
     tl.store(p_initial, gradient, mask=in_initial)
@@ -245,17 +248,16 @@ def _writes(
     shape = shape_arguments(k, layout)
     inverse, erase = k.new_empty(batch, time, heads, shape["C"]), torch.empty_like(k)
     fresh, u = torch.empty_like(v), torch.empty_like(v)
-    bk, bv = block(key, 64), block(value, 64)
-    delta_inverse_kernel[(layout.chunks, heads)](k, log_decay, beta, inverse, layout.table, **shape, BK=bk, DECAY="token", num_warps=4)
     delta_writes_kernel[(layout.chunks, heads)](
-        k, v, log_decay, beta, write_gate, inverse, erase, fresh, layout.table, **shape, V=value, BK=bk, BV=bv, DECAY="token",
-        WRITE=write_gate is not None, num_warps=4,
+        k, v, log_decay, beta, write_gate, inverse, erase, fresh, layout.table, **shape, V=value, DECAY="token",
+        WRITE=write_gate is not None, **tile_arguments("delta_writes", k, key, value),
     )  # fmt: skip
     states = k.new_empty(layout.chunks, heads, key, value)
     final = k.new_empty(layout.sequences, heads, key, value, dtype=torch.float32)
-    delta_states_kernel[(triton.cdiv(value, bv), layout.sequences * heads)](
+    tiles = tile_arguments("delta_scan", k, key, value)
+    delta_states_kernel[(triton.cdiv(value, tiles["BV"]), layout.sequences * heads)](
         prepared.writing, erase, fresh, prepared.whole, initial, states, u, final, layout.table, layout.starts, **shape, V=value,
-        BK=block(key, 256), BV=bv, HAS_INITIAL=initial is not None, num_warps=8, num_stages=2,
+        HAS_INITIAL=initial is not None, **tiles,
     )  # fmt: skip
     return inverse, erase, states, u, final
 
@@ -268,7 +270,7 @@ def _forward(
     layout = Layout(q.shape[0], q.shape[1], table, starts)
     prepared = prepare(q, k, log_decay, read_gate, None, scale, layout)
     _, _, states, u, final = _writes(prepared, k, v, log_decay, beta, write_gate, initial, layout)
-    return output(prepared, u, states, layout), final
+    return combine(prepared.reading, prepared.scores, u, states, layout), final
 
 
 @_forward.register_fake
@@ -288,12 +290,12 @@ def _backward(
     shape = shape_arguments(q, layout)
     prepared = prepare(q, k, log_decay, read_gate, None, scale, layout)
     inverse, erase, states, u, _ = _writes(prepared, k, v, log_decay, beta, write_gate, initial, layout)
-    d_u = value_gradients(prepared, d_o, None, layout)
+    d_u = combine(prepared.writing, prepared.scores, d_o, None, layout, transposed=True)
     d_states, d_initial = torch.empty_like(states), torch.empty_like(d_final)
-    bk, bv = block(key, 64), block(value, 64)
-    delta_state_gradients_kernel[(triton.cdiv(value, bv), layout.sequences * heads)](
+    tiles = tile_arguments("delta_scan_back", q, key, value)
+    delta_state_gradients_kernel[(triton.cdiv(value, tiles["BV"]), layout.sequences * heads)](
         prepared.reading, prepared.writing, erase, d_o, prepared.whole, d_final, d_states, d_u, d_initial, table, starts, **shape,
-        V=value, BK=block(key, 256), BV=bv, num_warps=8, num_stages=2,
+        V=value, **tiles,
     )  # fmt: skip
     d_q, d_k, d_decay, d_read, _ = query_key_gradients(
         q, k, u, d_o, log_decay, read_gate, None, scale, prepared, states, d_states, layout, decay_gradient=True
@@ -302,7 +304,7 @@ def _backward(
     d_write = q.new_empty(0 if write_gate is None else write_gate.shape, dtype=torch.float32)
     delta_write_gradients_kernel[(layout.chunks, heads)](
         k, v, log_decay, beta, write_gate, inverse, states, d_u, d_k, d_v, d_beta, d_write, d_decay, table, **shape,
-        V=value, BK=bk, BV=bv, DECAY="token", WRITE=write_gate is not None, num_warps=4,
+        V=value, DECAY="token", WRITE=write_gate is not None, **tile_arguments("delta_write_gradients", q, key, value),
     )  # fmt: skip
     return [d_q, d_k, d_v, d_decay, d_beta, d_read, d_write, d_initial]
 

@@ -6,19 +6,23 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from headmax.ops.checks import check_device, check_recurrence, check_shape
+from headmax.ops.checks import beyond_kernels, check_device, check_recurrence, check_shape
 from headmax.ops.gla import chunkwise, reference
 from headmax.ops.packing import Packing
-from headmax.ops.registry import Lazy, Table, no_autocast, select
+from headmax.ops.registry import Lazy, no_autocast, register, select
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-BACKENDS: Table = {
-    "reference": reference.gla,
-    "chunkwise": chunkwise.gla,
-    "triton": Lazy("headmax.ops.gla.triton_chunk", "gla", needs="triton"),
-}
+register(
+    "gla",
+    {
+        "reference": reference.gla,
+        "chunkwise": chunkwise.gla,
+        "triton": Lazy("headmax.ops.gla.triton_chunk", "gla", needs="triton", interpreted=True),
+        "fla": Lazy("headmax.ops.gla.fla", "gla", needs="fla"),
+    },
+)
 
 
 def gla(
@@ -41,7 +45,7 @@ def gla(
     )
     check_shape("gla", "log_decay", log_decay, "batch, time, heads, key", q.shape)
     check_device("gla", "log_decay", log_decay, q)
-    run = select("gla", BACKENDS, backend, q.device)
+    run = select("gla", backend, q.device.type, beyond_kernels(q, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     with no_autocast(q.device):
         o, state = run(q, k, v, log_decay, read_gate, write_gate, scale, initial_state, packing)

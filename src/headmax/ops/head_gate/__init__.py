@@ -4,16 +4,30 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+import torch
 from torch import Tensor
 
 from headmax.ops.checks import check_device, check_shape
 from headmax.ops.head_gate import reference
-from headmax.ops.registry import no_autocast, select, suggest
+from headmax.ops.registry import Lazy, no_autocast, register, select, suggest
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-BACKENDS = {"reference": reference.head_gate}
+register(
+    "head_gate",
+    {
+        "reference": reference.head_gate,
+        "triton": Lazy("headmax.ops.head_gate.triton_gate", "head_gate", needs="triton", interpreted=True),
+    },
+)
+
+
+def _no_kernel(x: Tensor) -> str | None:
+    """Why "auto" keeps to the plain form, or None."""
+    if torch.compiler.is_compiling():
+        return "the compiler fuses the plain form into what makes x"
+    return "float64" if x.dtype == torch.float64 else None
 
 
 def head_gate(
@@ -47,6 +61,6 @@ def head_gate(
     check_device("head_gate", "weight", weight, x)
     if kind not in ("softmax", "sigmoid"):
         raise ValueError(f"head_gate: unknown kind {kind!r}{suggest(kind, ('softmax', 'sigmoid'))}")
-    run = select("head_gate", BACKENDS, backend, x.device)
+    run = select("head_gate", backend, x.device.type, _no_kernel(x))
     with no_autocast(x.device):
         return run(x, weight, temperature, scale, kind)

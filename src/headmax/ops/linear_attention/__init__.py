@@ -6,19 +6,23 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from headmax.ops.checks import check_device, check_recurrence, check_shape
+from headmax.ops.checks import beyond_kernels, check_device, check_recurrence, check_shape
 from headmax.ops.linear_attention import chunkwise, reference
 from headmax.ops.packing import Packing
-from headmax.ops.registry import Lazy, Table, no_autocast, select
+from headmax.ops.registry import Lazy, no_autocast, register, select
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-BACKENDS: Table = {
-    "reference": reference.linear_attention,
-    "chunkwise": chunkwise.linear_attention,
-    "triton": Lazy("headmax.ops.linear_attention.triton_chunk", "linear_attention", needs="triton"),
-}
+register(
+    "linear_attention",
+    {
+        "reference": reference.linear_attention,
+        "chunkwise": chunkwise.linear_attention,
+        "triton": Lazy("headmax.ops.linear_attention.triton_chunk", "linear_attention", needs="triton", interpreted=True),
+        "fla": Lazy("headmax.ops.linear_attention.fla", "linear_attention", needs="fla"),
+    },
+)
 
 
 def linear_attention(
@@ -52,7 +56,7 @@ def linear_attention(
         else:
             check_shape("linear_attention", "log_decay", log_decay, "batch, time, heads", q.shape[:3])
         check_device("linear_attention", "log_decay", log_decay, q)
-    run = select("linear_attention", BACKENDS, backend, q.device)
+    run = select("linear_attention", backend, q.device.type, beyond_kernels(q, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     with no_autocast(q.device):
         o, state = run(q, k, v, log_decay, read_gate, write_gate, scale, initial_state, packing)

@@ -1,0 +1,45 @@
+"""Cross-entropy of rows of logits, and its gradient in their place: one kernel, one row a program."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def cross_entropy_kernel(logits, labels, losses, stride, V: tl.constexpr, BLOCK: tl.constexpr):
+    """loss = log Σ exp(logits) - logits[label];  logits ← softmax(logits) - onehot(label).  Rows with a negative label give zeros."""
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels + row)
+    base = logits + row * stride
+    columns = tl.arange(0, BLOCK)
+    highest, total = tl.full([BLOCK], -float("inf"), tl.float32), tl.zeros([BLOCK], tl.float32)
+    for start in range(0, V, BLOCK):
+        x = tl.load(base + start + columns, mask=start + columns < V, other=-float("inf")).to(tl.float32)
+        higher = tl.maximum(highest, x)
+        level = tl.where(higher == -float("inf"), 0.0, higher)
+        total = total * tl.exp(highest - level) + tl.exp(x - level)
+        highest = higher
+    most = tl.max(highest, 0)
+    log_sum = most + tl.log(tl.sum(total * tl.exp(highest - most), 0))
+    counted = label >= 0
+    at_label = tl.load(base + tl.where(counted, label, 0)).to(tl.float32)
+    tl.store(losses + row, tl.where(counted, log_sum - at_label, 0.0))
+    tl.debug_barrier()
+    for start in range(0, V, BLOCK):
+        inside = start + columns < V
+        x = tl.load(base + start + columns, mask=inside, other=0.0).to(tl.float32)
+        gradient = tl.exp(x - log_sum) - tl.where(start + columns == label, 1.0, 0.0)
+        tl.store(base + start + columns, tl.where(counted, gradient, 0.0).to(logits.dtype.element_ty), mask=inside)
+
+
+def cross_entropy_rows(logits: Tensor, labels: Tensor) -> Tensor:
+    """The loss of each row of logits [N,V], which become their own gradient."""
+    losses = logits.new_empty(logits.shape[0], dtype=torch.float32)
+    if not labels.is_contiguous() or logits.stride(1) != 1:
+        raise ValueError(f"cross_entropy_rows: labels must be contiguous and logits' rows too, got strides {logits.stride()}")
+    size = min(4096, triton.next_power_of_2(logits.shape[1]))
+    cross_entropy_kernel[(logits.shape[0],)](logits, labels, losses, logits.stride(0), V=logits.shape[1], BLOCK=size, num_warps=8)
+    return losses

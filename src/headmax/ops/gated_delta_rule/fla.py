@@ -1,0 +1,29 @@
+"""flash-linear-attention's kernel behind our signature. It knows no gates, so they are multiplied on, to v beforehand and to o after."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from headmax.ops.packing import Packing
+from headmax.ops.sequential import gated
+
+
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, normalize_qk: bool, read_gate: Tensor | None,
+    write_gate: Tensor | None, scale: float, initial_state: Tensor | None, packing: Packing | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    o, state = chunk_gated_delta_rule(
+        q,
+        k,
+        gated(v, write_gate),
+        log_decay,
+        beta,
+        scale,
+        initial_state,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=normalize_qk,
+        cu_seqlens=None if packing is None else packing.cu_seqlens,
+    )
+    return gated(o, read_gate), state

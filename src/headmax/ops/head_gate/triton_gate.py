@@ -1,0 +1,127 @@
+"""The gate in Triton: one pass over x for all heads. For eager use; a compiled model fuses the plain form into what makes x."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TOKENS = 16
+"""Tokens of a program."""
+WIDTH = 128
+"""Channels it takes at a time."""
+PROGRAMS = 512
+"""Into how many partial sums the gradient of the weight is split."""
+
+
+@triton.jit
+def head_gate_kernel(
+    x, weight, gate, tokens, temperature, scale,
+    H: tl.constexpr, GROUP: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SOFTMAX: tl.constexpr,
+):  # fmt: skip
+    """gate = scale softmax_h(temperature <x_h, weight_h>), GROUP gates scored on each head of x [tokens, H / GROUP, D]."""
+    rows, heads = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT), tl.arange(0, HP)
+    scores = tl.full([BT, HP], -float("inf"), tl.float32)
+    for head in tl.static_range(H):
+        score = tl.zeros([BT], tl.float32)
+        for start in range(0, D, BD):
+            columns = start + tl.arange(0, BD)
+            inside = (rows[:, None] < tokens) & (columns[None, :] < D)
+            t_x = tl.load(x + (rows[:, None] * (H // GROUP) + head // GROUP) * D + columns[None, :], mask=inside, other=0.0)
+            t_w = tl.load(weight + head * D + columns, mask=columns < D, other=0.0)
+            score += tl.sum(t_x.to(tl.float32) * t_w.to(tl.float32)[None, :], 1)
+        scores = tl.where(heads[None, :] == head, score[:, None], scores)
+    scores *= temperature
+    if SOFTMAX:
+        powers = tl.exp(scores - tl.max(scores, 1)[:, None])
+        value = scale * powers / tl.sum(powers, 1)[:, None]
+    else:
+        value = scale / (1.0 + tl.exp(-tl.where(heads[None, :] < H, scores, 0.0)))
+    tl.store(gate + rows[:, None] * H + heads[None, :], value, mask=(rows[:, None] < tokens) & (heads[None, :] < H))
+
+
+@triton.jit
+def head_gate_gradients_kernel(
+    x, weight, d_score, d_x, d_weight, tokens,
+    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """d_x_h = d_score weight_h, and this program's share of d_weight_h = Σ_t d_score x_h."""
+    head, columns = tl.program_id(1), tl.program_id(2) * BD + tl.arange(0, BD)
+    for start in range(tl.program_id(0) * BT, tokens, tl.num_programs(0) * BT):
+        rows = start + tl.arange(0, BT).to(tl.int64)
+        inside = (rows[:, None] < tokens) & (columns[None, :] < D)
+        at = (rows[:, None] * (H // GROUP) + head) * D + columns[None, :]
+        t_x, gradient = tl.load(x + at, mask=inside, other=0.0).to(tl.float32), tl.zeros([BT, BD], tl.float32)
+        for n in tl.static_range(GROUP):
+            gate = head * GROUP + n
+            t_s = tl.load(d_score + rows * H + gate, mask=rows < tokens, other=0.0)
+            t_w = tl.load(weight + gate * D + columns, mask=columns < D, other=0.0).to(tl.float32)
+            gradient += t_s[:, None] * t_w[None, :]
+            share = d_weight + (tl.program_id(0) * H + gate) * D + columns
+            before = tl.load(share, mask=columns < D, other=0.0)
+            tl.store(share, before + tl.sum(t_s[:, None] * t_x, 0), mask=columns < D)
+        tl.store(d_x + at, gradient.to(d_x.dtype.element_ty), mask=inside)
+
+
+def _sizes(x: Tensor, weight: Tensor) -> dict[str, int]:
+    """One head of x serves all gates where x is a hidden state."""
+    heads_in = x.shape[2] if x.ndim == 4 else 1
+    width = min(WIDTH, max(16, triton.next_power_of_2(x.shape[-1])))
+    return {"H": weight.shape[0], "GROUP": weight.shape[0] // heads_in, "D": x.shape[-1], "BT": TOKENS, "BD": width}
+
+
+@torch.library.custom_op("headmax::head_gate", mutates_args=())
+def _forward(x: Tensor, weight: Tensor, temperature: float, scale: float, softmax: bool) -> Tensor:
+    gate = x.new_empty(*x.shape[:2], weight.shape[0], dtype=torch.float32)
+    tokens, sizes = gate.shape[0] * gate.shape[1], _sizes(x, weight)
+    head_gate_kernel[(triton.cdiv(tokens, TOKENS),)](
+        x, weight, gate, tokens, temperature, scale, **sizes, HP=max(2, triton.next_power_of_2(weight.shape[0])), SOFTMAX=softmax
+    )
+    return gate
+
+
+@_forward.register_fake
+def _(x, weight, temperature, scale, softmax):
+    return x.new_empty(*x.shape[:2], weight.shape[0], dtype=torch.float32)
+
+
+@torch.library.custom_op("headmax::head_gate_backward", mutates_args=())
+def _backward(d_score: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    sizes = _sizes(x, weight)
+    tokens, d_x = x.shape[0] * x.shape[1], torch.empty_like(x)
+    programs = min(PROGRAMS, triton.cdiv(tokens, TOKENS))
+    d_weight = x.new_zeros(programs, *weight.shape, dtype=torch.float32)
+    head_gate_gradients_kernel[(programs, sizes["H"] // sizes["GROUP"], triton.cdiv(sizes["D"], sizes["BD"]))](
+        x, weight, d_score.contiguous(), d_x, d_weight, tokens, **sizes
+    )
+    return d_x, d_weight.sum(0).to(weight.dtype)
+
+
+@_backward.register_fake
+def _(d_score, x, weight):
+    return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _save(ctx, inputs, output) -> None:
+    x, weight, ctx.temperature, ctx.scale, ctx.softmax = inputs
+    ctx.save_for_backward(x, weight, output)
+
+
+def _gradient(ctx, d_gate):
+    x, weight, gate = ctx.saved_tensors
+    if ctx.softmax:
+        d_score = ctx.temperature * gate * (d_gate - (gate * d_gate).sum(-1, keepdim=True) / ctx.scale)
+    else:
+        d_score = ctx.temperature * gate * (1 - gate / ctx.scale) * d_gate
+    return *_backward(d_score, x, weight), None, None, None
+
+
+_forward.register_autograd(_gradient, setup_context=_save)
+
+
+def head_gate(x: Tensor, weight: Tensor, temperature: float, scale: float, kind: str) -> Tensor:
+    if x.dtype == torch.float64:
+        raise ValueError("head_gate: backend 'triton' computes in float32, got torch.float64; use 'reference'")
+    top = scale if kind == "softmax" else 2 * scale / weight.shape[0]
+    return _forward(x.contiguous(), weight.contiguous(), temperature, top, kind == "softmax")

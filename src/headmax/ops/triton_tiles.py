@@ -1,0 +1,50 @@
+"""How the kernels are cut and compiled: a table per class of GPU and of heads (tiles.json), measured by `headmax bench tune`."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+Tiles = list[int]
+"""Key and value channels of a tile (at most; narrower heads take less), warps, stages of its pipeline, registers (0: as many as it likes)."""
+
+PATH = Path(__file__).with_name("tiles.json")
+TABLE: dict[str, dict[str, Any]] = json.loads(PATH.read_text())
+"""By shared memory per block in KiB, then "kernels", by kernel, by class of heads."""
+
+
+def width_class(key: int) -> str:
+    return "narrow" if key <= 128 else "wide"
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Streaming multiprocessors; few on a CPU, where kernels are interpreted."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+@functools.cache
+def entry_for(device: torch.device) -> str:
+    """The entry for the largest shared memory that this GPU has too."""
+    sizes = sorted(map(int, TABLE))
+    shared = torch.cuda.get_device_properties(device).shared_memory_per_block_optin // 1024 if device.type == "cuda" else sizes[-1]
+    return str(max((size for size in sizes if size <= shared), default=sizes[0]))
+
+
+def tile_width(width: int, most: int) -> int:
+    """A power of two, at least 64 (narrower tiles go wrong on Hopper's matrix units) and at most `most`."""
+    return min(most, max(64, triton.next_power_of_2(width)))
+
+
+def tile_arguments(kernel: str, x: Tensor, key: int, value: int | None = None) -> dict[str, int]:
+    """The compile-time arguments of `kernel` for heads of these widths; float32 tiles are twice as large, so those get one stage."""
+    k, v, warps, stages, registers = TABLE[entry_for(x.device)]["kernels"][kernel][width_class(key)]
+    widths = {"BK": tile_width(key, k)} | ({} if value is None else {"BV": tile_width(value, v)})
+    limits = {"maxnreg": registers} if registers and x.device.type == "cuda" and x.element_size() < 4 else {}
+    return widths | {"num_warps": warps, "num_stages": stages if x.element_size() < 4 else 1} | limits
