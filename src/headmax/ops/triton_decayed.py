@@ -433,8 +433,8 @@ def query_key_gradients(
 
 
 def layout_of(q: Tensor, log_decay: Tensor | None, table: Tensor | None, starts: Tensor | None) -> Layout:
-    """Longer chunks where the decay is a scalar: half as many states to write and read back."""
-    long = table is None and decay_kind(log_decay) != "channel"
+    """Longer chunks where the decay is a scalar: half as many states to write and read back. Float32 tiles would not fit."""
+    long = table is None and decay_kind(log_decay) != "channel" and q.element_size() < 4
     return Layout(q.shape[0], q.shape[1], table, starts, chunk=2 * CHUNK if long else CHUNK)
 
 

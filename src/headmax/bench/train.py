@@ -1,0 +1,250 @@
+"""How long is a whole training step, and how much memory does it take? Ours, plain and with gates, beside peers, in one run."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headmax import HeadmaxForCausalLM, recipes
+from headmax.bench.timing import seconds
+from headmax.records import Record, Recorder
+
+GRID = ((2048, 16), (4096, 8), (8192, 4), (16384, 2))
+"""Length x batch."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one process measures."""
+
+    recipe: str
+    """The plain backbone's name; its twin is softmax-<recipe>."""
+    group: str
+    grid: Sequence[tuple[int, int]]
+    rounds: int
+    compiled: bool = True
+
+
+def ours(name: str, compiled: bool) -> nn.Module:
+    model = HeadmaxForCausalLM(recipes.get(name).model)
+    if compiled:
+        model.model.compile_blocks()
+    return model
+
+
+def fla(recipe: str) -> nn.Module:
+    """flash-linear-attention's own model at the recipe's sizes, with every fusion it has. Its residual stream is bfloat16 like ours."""
+    from fla.models import (
+        GatedDeltaNetConfig,
+        GatedDeltaNetForCausalLM,
+        GLAConfig,
+        GLAForCausalLM,
+        RetNetConfig,
+        RetNetForCausalLM,
+    )
+
+    model = recipes.get(recipe).model
+    common = {
+        "hidden_size": model.hidden_size,
+        "num_hidden_layers": model.num_hidden_layers,
+        "num_heads": model.num_heads,
+        "vocab_size": model.vocab_size,
+        "tie_word_embeddings": True,
+        "fuse_cross_entropy": False,
+        "fuse_linear_cross_entropy": True,
+        "max_position_embeddings": 16384,
+    }
+    kind = recipe.split("-")[0]
+    if kind == "gla":
+        made = GLAForCausalLM(GLAConfig(**common))
+    elif kind == "retnet":
+        made = RetNetForCausalLM(RetNetConfig(**common))
+    else:
+        width = model.hidden_size // 2 // model.num_heads
+        made = GatedDeltaNetForCausalLM(GatedDeltaNetConfig(**common, head_dim=width, expand_v=2.0))
+    made.model.embeddings.register_forward_hook(lambda module, args, output: output.to(torch.bfloat16))
+    return made
+
+
+def naive_gates(model: nn.Module, recipe: str) -> nn.Module:
+    """The gates put on FLA's layers by hand: a softmax over heads multiplied onto q and k (onto o and v for the delta rule)."""
+    import fla.layers.gated_deltanet
+    import fla.layers.gla
+    import fla.layers.multiscale_retention
+
+    places = {
+        "gla": (fla.layers.gla, "chunk_gla"),
+        "retnet": (fla.layers.multiscale_retention, "chunk_retention"),
+        "gdn": (fla.layers.gated_deltanet, "chunk_gated_delta_rule"),
+    }
+    kind = recipe.split("-")[0]
+    module, name = places[kind]
+    config = recipes.get(recipe).model
+    width = config.hidden_size // config.num_heads // (1 if kind == "retnet" else 2)
+    weights = nn.ParameterList(0.02 * torch.randn(config.num_heads, width) for _ in range(2 * config.num_hidden_layers))
+    plain, layer = getattr(module, name), itertools.cycle(range(config.num_hidden_layers))
+
+    def gate(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.softmax((x * weight).sum(-1).float(), -1).unsqueeze(-1).to(x.dtype)
+
+    def gated(*, q: Tensor, k: Tensor, v: Tensor, **others: Any) -> tuple[Tensor, Tensor]:
+        n = next(layer)
+        read, write = gate(q, weights[2 * n]), gate(k, weights[2 * n + 1])
+        if kind == "gdn":
+            o, state = plain(q=q, k=k, v=v * write, **others)
+            return o * read, state
+        return plain(q=q * read, k=k * write, v=v, **others)
+
+    setattr(module, name, gated)
+    model.gate_weights = weights
+    return model
+
+
+def models(plan: Plan) -> dict[tuple[str, str], Callable[[], nn.Module]]:
+    """(impl, variant) and how to make it, for a group that shares a process."""
+    return {
+        "headmax": {
+            ("headmax", "plain"): lambda: ours(plan.recipe, plan.compiled),
+            ("headmax", "softmax"): lambda: ours(f"softmax-{plan.recipe}", plan.compiled),
+        },
+        "fla": {("fla", "plain"): lambda: fla(plan.recipe)},
+        "fla-gates": {("fla", "softmax"): lambda: naive_gates(fla(plan.recipe), plan.recipe)},
+        "transformer": {("headmax", "transformer"): lambda: ours(f"transformer-{plan.recipe.split('-')[-1]}", plan.compiled)},
+    }[plan.group]
+
+
+class Step:
+    """One optimizer step on random tokens: float32 parameters, bfloat16 compute, clipping, fused AdamW."""
+
+    def __init__(self, model: nn.Module) -> None:
+        torch.manual_seed(0)
+        self.model = model.to("cuda").train()
+        self.vocab = model.config.vocab_size
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+        self.tokens = torch.empty(0)
+
+    def shape(self, length: int, batch: int) -> None:
+        self.tokens = torch.randint(0, self.vocab, (batch, length), device="cuda")
+
+    def __call__(self) -> None:
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = self.model(self.tokens, labels=self.tokens).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def matmul_rate() -> float:
+    """FLOP/s of a large bfloat16 matrix product, what the card reaches rather than what its sheet says."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    device = torch.device("cuda")
+    times = [seconds(lambda: a @ b, device) for _ in range(20)]
+    return 2 * 8192**3 / statistics.median(times)
+
+
+def paired(ours: Sequence[float], base: Sequence[float]) -> tuple[float, float]:
+    """Mean of ours / base over interleaved pairs, and the half-width of its 95% interval."""
+    ratios = [a / b for a, b in zip(ours, base, strict=True)]
+    spread = statistics.stdev(ratios) if len(ratios) > 1 else math.inf
+    return statistics.mean(ratios), 1.96 * spread / math.sqrt(len(ratios))
+
+
+def measure(plan: Plan) -> Iterator[Record]:
+    """Everything one process measures: first steps, then the grid, its models taking turns."""
+    make, device = Recorder("train", "cuda"), torch.device("cuda")
+    rate = matmul_rate()
+    yield make("8192x8192x8192 bf16", "torch", "matmul", rate / 1e12, "TFLOP/s")
+    steps: dict[tuple[str, str], Step] = {}
+    for (impl, variant), build in models(plan).items():
+        step = Step(build())
+        step.shape(*plan.grid[0])
+        begin = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        steps[impl, variant] = step
+        case = f"{plan.recipe} {plan.grid[0][0]}x{plan.grid[0][1]}"
+        yield make(case, impl, f"{variant}/first step", time.perf_counter() - begin, "s", compiled=plan.compiled)
+    for length, batch in plan.grid:
+        case = f"{plan.recipe} {length}x{batch}"
+        peaks, times = {}, {key: [] for key in steps}
+        for key, step in steps.items():
+            step.shape(length, batch)
+            for _ in range(3):
+                step()
+            torch.cuda.synchronize()
+            resident = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            step()
+            others = resident - own_bytes(step)
+            peaks[key] = torch.cuda.max_memory_allocated() - others
+        for _ in range(plan.rounds):
+            for key, step in steps.items():
+                times[key].append(seconds(step, device))
+        for (impl, variant), step in steps.items():
+            taken = statistics.median(times[impl, variant])
+            size = sum(p.numel() for p in step.model.parameters())
+            yield make(case, impl, f"{variant}/tokens per second", length * batch / taken, "tokens/s", rounds=plan.rounds, parameters=size)
+            yield make(case, impl, f"{variant}/peak memory", peaks[impl, variant] / 2**30, "GiB")
+            yield make(case, impl, f"{variant}/MFU", 6 * size * length * batch / taken / rate, "of the measured matmul rate")
+        if len(steps) == 2:
+            ratio, half = paired(times["headmax", "softmax"], times["headmax", "plain"])
+            yield make(case, "headmax", "softmax over plain/time", ratio, "ratio", interval=[ratio - half, ratio + half])
+            memory = peaks["headmax", "softmax"] / peaks["headmax", "plain"]
+            yield make(case, "headmax", "softmax over plain/memory", memory, "ratio")
+
+
+def own_bytes(step: Step) -> int:
+    """What a model and its optimizer hold between steps."""
+    tensors = [*step.model.parameters(), *step.model.buffers(), step.tokens]
+    tensors += [x for state in step.optimizer.state.values() for x in state.values() if isinstance(x, Tensor) and x.is_cuda]
+    return sum(x.numel() * x.element_size() for x in tensors)
+
+
+def worker(plan: Plan, path: str, environment: Mapping[str, str]) -> None:
+    os.environ.update(environment)
+    with open(path, "a") as file:
+        for record in measure(plan):
+            file.write(json.dumps(asdict(record)) + "\n")
+            file.flush()
+
+
+def run(plan: Plan, limit: float, say: Callable[[str], None], environment: Mapping[str, str] | None = None) -> list[Record]:
+    """Measures a plan in a process of its own, for at most `limit` seconds; what it had by then counts."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "records.jsonl")
+        path.touch()
+        process = multiprocessing.get_context("spawn").Process(target=worker, args=(plan, str(path), environment or {}))
+        process.start()
+        process.join(limit)
+        if process.is_alive():
+            say(f"{plan.group}: not done after {limit:.0f} s, stopped")
+            process.kill()
+            process.join()
+        elif process.exitcode:
+            say(f"{plan.group}: failed, see above")
+        return [Record(**json.loads(line)) for line in path.read_text().splitlines()]
+
+
+def bench(
+    recipe: str, groups: Sequence[str], grid: Sequence[tuple[int, int]], rounds: int, limit: float, say: Callable[[str], None]
+) -> list[Record]:
+    """All groups, one after the other on the same card."""
+    found: list[Record] = []
+    for group in groups:
+        say(f"{recipe}: {group}")
+        found += run(Plan(recipe, group, grid, rounds), limit, say)
+    return found
