@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 
 def recipes() -> None:
@@ -55,36 +55,51 @@ def demo(
     run(seed=seed, heads=heads, pairs=pairs, key=key, steps=steps, out=out, record=record)
 
 
+def _check_device(device: str) -> None:
+    import torch
+
+    if device.split(":")[0] not in ("cpu", "cuda") or (device.startswith("cuda") and not torch.cuda.is_available()):
+        raise ValueError(f"--device {device}: this machine has cpu{' and cuda' * torch.cuda.is_available()}")
+
+
 def bench_kernels(
     device: str = "cpu",
-    peer: Literal["none", "hf"] = "none",
-    batch: int = 1,
+    peer: Literal["none", "hf", "fla"] = "none",
+    ops: tuple[Literal["linear_attention", "gla", "gated_delta_rule"], ...] = ("linear_attention", "gla", "gated_delta_rule"),
+    batch: int | None = None,
     length: int = 4096,
     heads: int = 4,
-    key: int = 128,
-    value: int = 256,
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32",
+    key: int | None = None,
+    value: int | None = None,
+    dtype: Literal["float32", "bfloat16", "float64"] | None = None,
     lengths: tuple[int, ...] = (),
+    gates: bool = False,
     rounds: int = 7,
     threads: int = 2,
+    limit: float | None = None,
     out: Path | None = None,
 ) -> None:
     """Time the ops forward and backward beside a peer, after checking both against the float64 oracle.
 
     Args:
         device: cpu or cuda.
-        peer: hf is transformers' own chunked gated delta rule.
-        batch: sequences.
+        peer: hf is transformers' own chunked gated delta rule, fla is flash-linear-attention.
+        ops: which ops.
+        batch: sequences; 1 on a CPU, 8 on a GPU unless given.
         length: tokens per sequence.
         heads: heads.
-        key: width of a head's query and key.
-        value: width of a head's value.
-        dtype: of q, k and v.
+        key: width of a head's query and key; 128 on a CPU, the 340m recipes' on a GPU unless given.
+        value: width of a head's value; 256 on a CPU, the 340m recipes' on a GPU unless given.
+        dtype: of q, k and v; float32 on a CPU, bfloat16 on a GPU unless given.
         lengths: more lengths at which to measure time and memory per token.
+        gates: also measure what the gates cost, in at least 50 interleaved pairs.
         rounds: interleaved repetitions; the median is reported.
         threads: CPU threads.
+        limit: run each op in a process of its own, for at most so many seconds (flash-linear-attention tunes for minutes).
         out: append the records to this file.
     """
+    from dataclasses import replace
+
     import torch
     from rich.console import Console
 
@@ -93,34 +108,107 @@ def bench_kernels(
     from headmax.ops.spec import Case
 
     for name, number in {"batch": batch, "length": length, "heads": heads, "key": key, "value": value}.items():
-        if number < 1:
+        if number is not None and number < 1:
             raise ValueError(f"--{name} must be at least 1, got {number}")
     if rounds < 1 or threads < 1:
         raise ValueError(f"--rounds and --threads must be at least 1, got {rounds} and {threads}")
-    if device.split(":")[0] not in ("cpu", "cuda") or (device.startswith("cuda") and not torch.cuda.is_available()):
-        raise ValueError(f"--device {device}: this machine has cpu{' and cuda' * torch.cuda.is_available()}")
+    _check_device(device)
     torch.set_num_threads(threads)
+    gpu = device.startswith("cuda")
+    base = kernels.RECIPE_CASES if gpu else dict.fromkeys(kernels.SPECS, Case(batch=1, key=128, value=256))
+    given: dict[str, Any] = {"batch": batch, "time": length, "heads": heads, "key": key, "value": value}
+    given = {name: number for name, number in given.items() if number is not None}
+    cases: dict[str, Case] = {op: replace(base[op], **given) for op in ops}
     console = Console()
-    case = Case(batch=batch, time=length, heads=heads, key=key, value=value)
     with console.status("checking") as status:
         measured = kernels.bench(
-            case=case,
+            cases=cases,
             lengths=lengths,
             peer=peer,
-            dtype=getattr(torch, dtype),
+            dtype=getattr(torch, dtype or ("bfloat16" if gpu else "float32")),
             device=torch.device(device),
             rounds=rounds,
-            say=status.update,
+            gates=gates,
+            limit=limit,
+            say=status.update if console.is_terminal else console.print,
         )
     peers = {record.metric: record.value for record in measured if record.impl != "headmax"}
     for record in measured:
         line = f"{record.case:28} {record.impl:8} {record.metric:36} {record.value:12.4g} {record.unit}"
-        base = peers.get("gated_delta_rule/forward+backward")
-        if base and record.impl == "headmax" and record.metric.endswith("forward+backward"):
-            line += f"   {base / record.value:.2f}x as fast as {peer}'s gated_delta_rule"
+        same = peers.get(record.metric) or peers.get(f"gated_delta_rule/{record.metric.split('/')[1]}")
+        if same and record.impl == "headmax" and record.unit == "ms":
+            line += f"   {same / record.value:.2f}x as fast as {peer}"
+        if "roofline" in record.extra:
+            line += (
+                f"   {record.extra['TFLOP/s']:.0f} TFLOP/s, {record.extra['GB/s']:.0f} GB/s, {record.extra['roofline']:.0%} of the roofline"
+            )
+        if "interval" in record.extra:
+            line += "   95% interval {:.4f} to {:.4f}".format(*record.extra["interval"])
         console.print(line, highlight=False, soft_wrap=True)
     if out is not None:
         records.append(out, measured)
+
+
+def bench_train(
+    recipe: str = "softmax-gla-340m",
+    peer: Literal["none", "fla"] = "none",
+    grid: tuple[str, ...] = ("2048x16", "4096x8", "8192x4", "16384x2"),
+    rounds: int = 12,
+    limit: float = 900.0,
+    out: Path | None = None,
+) -> None:
+    """Time whole training steps on this GPU: plain backbone and softmax twin in turns, a peer, and a Transformer.
+
+    Args:
+        recipe: which model, by the name of its softmax twin or of its plain backbone.
+        peer: fla measures flash-linear-attention's model, plain and with gates put on by hand.
+        grid: length x batch.
+        rounds: timed steps of each model, interleaved.
+        limit: seconds for each peer's process.
+        out: append the records to this file.
+    """
+    from rich.console import Console
+
+    from headmax import recipes as book
+    from headmax import records
+    from headmax.bench import train
+
+    plain = book.get(recipe).name.removeprefix("softmax-")
+    _check_device("cuda")
+    sizes = [tuple(int(n) for n in point.split("x")) for point in grid]
+    if any(len(size) != 2 for size in sizes):
+        raise ValueError(f"--grid takes length x batch, such as 4096x8, got {' '.join(grid)}")
+    groups = ("headmax", "fla", "fla-gates", "transformer") if peer == "fla" else ("headmax", "transformer")
+    console = Console()
+    measured = train.bench(plain, groups, sizes, rounds, limit, console.print)  # type: ignore[arg-type]
+    for record in measured:
+        console.print(
+            f"{record.case:24} {record.impl:8} {record.metric:28} {record.value:12.5g} {record.unit}", highlight=False, soft_wrap=True
+        )
+    if out is not None:
+        records.append(out, measured)
+
+
+def bench_tune(
+    ops: tuple[Literal["linear_attention", "gla", "gated_delta_rule"], ...] = ("linear_attention", "gla", "gated_delta_rule"),
+    widths: tuple[Literal["narrow", "wide"], ...] = ("narrow", "wide"),
+    processes: int = 8,
+) -> None:
+    """Find the fastest block shapes on this GPU and write them to the table the kernels read (ops/tiles.json).
+
+    Args:
+        ops: which ops.
+        widths: classes of heads, narrow (keys to 128) and wide.
+        processes: how many compile at the same time.
+    """
+    from rich.console import Console
+
+    from headmax.bench import tune
+
+    _check_device("cuda")
+    console = Console()
+    tune.tune([(op, width) for op in ops for width in widths], processes, lambda text: console.print(text, highlight=False))
+    tune.write()
 
 
 def reproduce_readme(path: Path = Path("README.md")) -> None:
@@ -147,6 +235,8 @@ def main() -> None:
     app.command(demo)
     bench = tyro.extras.SubcommandApp()
     bench.command(name="kernels")(bench_kernels)
+    bench.command(name="train")(bench_train)
+    bench.command(name="tune")(bench_tune)
     app.command(bench, name="bench")
     reproduce = tyro.extras.SubcommandApp()
     reproduce.command(name="readme")(reproduce_readme)

@@ -11,16 +11,17 @@ CASE = Case(time=70, heads=1, key=8, value=8)
 
 def test_a_wrong_implementation_gets_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     right = kernels.transformers_gated_delta_rule()
+    assert right is not None
 
     def wrong(**inputs: object) -> tuple[torch.Tensor, object]:
         o, state = right.function(**inputs)
         return o * 1.001, state
 
-    monkeypatch.setitem(kernels.PEERS, "wrong", lambda: [kernels.Contender("wrong", "gated_delta_rule", wrong)])
+    monkeypatch.setitem(kernels.PEERS, "wrong", lambda op: kernels.Contender("wrong", op, wrong))
     with pytest.raises(ValueError, match=r"wrong gated_delta_rule is .* from the oracle .*: no speed is reported"):
-        kernels.bench(case=CASE, lengths=(), peer="wrong", dtype=torch.float32, device=torch.device("cpu"), rounds=1, say=lambda _: None)
+        kernels.bench(cases={"gated_delta_rule": CASE}, peer="wrong", dtype=torch.float32, device=torch.device("cpu"), rounds=1, say=print)
 
 
 def test_unknown_peer() -> None:
     with pytest.raises(ValueError, match="unknown peer 'hff'; did you mean 'hf'"):
-        kernels.bench(case=CASE, lengths=(), peer="hff", dtype=torch.float32, device=torch.device("cpu"), rounds=1, say=lambda _: None)
+        kernels.bench(cases={}, peer="hff", dtype=torch.float32, device=torch.device("cpu"), rounds=1, say=print)

@@ -12,8 +12,9 @@ from headmax.layers import MIXERS
 from headmax.layers.feature_map import FEATURE_MAPS
 from headmax.layers.mixers import RecurrentMixer
 from headmax.layers.norm import OutputNorm
-from headmax.layers.rotary import rotate
+from headmax.layers.rotary import Rotary, RotarySettings, rotate
 from headmax.layers.short_conv import ShortConvolution
+from headmax.ops.spec import distance
 
 RECURRENT = [name for name in MIXERS if name != "attention"]
 WIDTH = 32
@@ -183,12 +184,15 @@ def test_short_convolution_is_a_causal_convolution() -> None:
 def test_rotary_depends_on_distance_only() -> None:
     q, k = torch.randn(1, 1, 1, 8, dtype=torch.float64), torch.randn(1, 1, 1, 8, dtype=torch.float64)
 
+    def at(position: int) -> Rotary:
+        return RotarySettings(8, 10_000.0).at(torch.tensor([[position]]), torch.float64)
+
     def product(i: int, j: int) -> torch.Tensor:
-        return (rotate(q, torch.tensor([[i]])) * rotate(k, torch.tensor([[j]]))).sum()
+        return (rotate(q, at(i)) * rotate(k, at(j))).sum()
 
     assert close(product(7, 3), product(104, 100))
     assert not close(product(7, 3), product(7, 4), 1e-6)
-    assert close(rotate(q, torch.tensor([[0]])), q)
+    assert close(rotate(q, at(0)), q)
 
 
 def test_errors_name_the_setting() -> None:
@@ -234,3 +238,26 @@ def test_gradients_reach_every_parameter(name: str) -> None:
     for key, parameter in mixer.named_parameters():
         assert parameter.grad is not None, key
         assert parameter.grad.abs().max() > 0, key
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    ("time", "channels", "width", "bounds"), [(130, 70, 4, None), (5, 3, 2, None), (3, 8, 4, None), (151, 16, 4, [0, 1, 18, 82, 151])]
+)
+def test_the_kernel_of_the_short_convolution(time: int, channels: int, width: int, bounds: list[int] | None, device: str) -> None:
+    pytest.importorskip("triton")
+    if device == "cpu" and torch.cuda.is_available():
+        pytest.skip("the interpreter runs where there is no GPU")
+    from headmax.layers.triton_conv import short_conv
+
+    conv = ShortConvolution(channels, width).double()
+    x = torch.randn(2 if bounds is None else 1, time, channels, dtype=torch.float64, requires_grad=True)
+    packing = None if bounds is None else Packing(bounds)
+    expected, _ = conv(x, None, packing)
+    direction = torch.randn_like(expected)
+    wanted = torch.autograd.grad(expected, (x, conv.weight), direction)
+    narrow, weight = (y.detach().to(device, torch.float32).requires_grad_() for y in (x, conv.weight))
+    actual = short_conv(narrow, weight, None if packing is None else packing.positions.to(device))
+    gradients = torch.autograd.grad(actual, (narrow, weight), direction.to(device, torch.float32))
+    for a, e in zip((actual, *gradients), (expected, *wanted), strict=True):
+        assert distance(a, e) <= 1e-6

@@ -7,7 +7,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorWithFlattening, DynamicCache
 
-from headmax import HeadGateConfig, HeadmaxCache, HeadmaxConfig, HeadmaxForCausalLM, Packing
+from headmax import HeadGateConfig, HeadmaxCache, HeadmaxConfig, HeadmaxForCausalLM, Packing, recipes
 
 GATE = HeadGateConfig(init_std=1.0)
 MODELS: dict[str, dict[str, Any]] = {
@@ -340,3 +340,66 @@ def test_call_errors() -> None:
         model(ids, past_key_values=HeadmaxCache(1))
     with pytest.raises(ValueError, match="a recurrent state cannot be cropped"):
         HeadmaxCache(1).layers[0].crop(-1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["softmax-gla-tiny", "softmax-retnet-tiny", "softmax-gdn-tiny", "transformer-tiny"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_model_on_the_gpu_computes_what_it_does_on_the_cpu(name: str, compiled: bool) -> None:
+    """Kernels in the place of plain PyTorch: loss and every gradient in float32, and the loss under bfloat16."""
+    torch.manual_seed(0)
+    model = HeadmaxForCausalLM(recipes.get(name).model).train()
+    ids = torch.randint(0, 1000, (2, 150))
+    expected = model(ids, labels=ids).loss
+    expected.backward()
+    gradients = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    model.cuda()
+    if compiled:
+        model.model.compile_blocks()
+    loss = model(ids.cuda(), labels=ids.cuda()).loss
+    loss.backward()
+    assert abs(loss.item() - expected.item()) <= 1e-5 * expected.item()
+    for key, p in model.named_parameters():
+        assert p.grad is not None
+        assert (p.grad.cpu() - gradients[key]).norm() <= 1e-3 * gradients[key].norm() + 1e-7, key
+    with torch.autocast("cuda", torch.bfloat16):
+        assert abs(model(ids.cuda(), labels=ids.cuda()).loss.item() - expected.item()) <= 1e-2
+
+
+def test_blocks_compiled_one_by_one_share_a_graph_and_agree() -> None:
+    torch.manual_seed(0)
+    model = HeadmaxForCausalLM(recipes.get("softmax-gla-tiny").model).train()
+    ids = torch.randint(0, 1000, (2, 70))
+    eager = model(ids, labels=ids).loss
+    expected = torch.autograd.grad(eager, list(model.parameters()))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model.model.compile_blocks()
+    loss = model(ids, labels=ids).loss
+    actual = torch.autograd.grad(loss, list(model.parameters()))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert abs(loss - eager) <= 1e-5
+    for a, e in zip(actual, expected, strict=True):
+        assert (a - e).norm() <= 1e-4 * e.norm() + 1e-7
+
+
+def test_training_holds_no_logits_and_has_the_same_loss() -> None:
+    torch.manual_seed(0)
+    model = HeadmaxForCausalLM(recipes.get("softmax-gla-tiny").model).train()
+    ids = torch.randint(0, 1000, (2, 30))
+    labels = ids.masked_fill(torch.rand(ids.shape) < 0.2, -100)
+    short, full = model(ids, labels=labels), model(ids, labels=labels, skip_logits=False)
+    assert short.logits is None
+    assert full.logits.shape == (2, 30, model.config.vocab_size)
+    assert torch.allclose(short.loss, full.loss, rtol=1e-5)
+    items = torch.tensor(100)
+    assert torch.allclose(
+        model(ids, labels=labels, num_items_in_batch=items).loss * 100, full.loss * (labels[:, 1:] != -100).sum(), rtol=1e-5
+    )
+
+
+def test_the_residual_stream_has_autocasts_dtype() -> None:
+    model = HeadmaxForCausalLM(recipes.get("softmax-gla-tiny").model)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model.model(torch.zeros(1, 3, dtype=torch.long)).last_hidden_state.dtype == torch.bfloat16

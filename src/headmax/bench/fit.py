@@ -46,7 +46,7 @@ def compile_only(capability: int) -> dict[str, int]:
         return compiled
 
     triton.runtime.driver.set_active(Absent(capability))
-    JITFunction.run = compile_it  # type: ignore[method-assign]
+    JITFunction.run = compile_it
     registry.Lazy.unavailable = lambda *_: None  # type: ignore[method-assign]
     entry = max(size for size in map(int, triton_tiles.TABLE) if size <= SHARED[capability])
     triton_tiles.entry_for = lambda _: str(entry)  # type: ignore[assignment]

@@ -1,16 +1,17 @@
-"""How fast are the ops, forward and backward, beside a peer at the same shapes in the same run?"""
+"""How fast are the ops, forward and backward, beside a peer at the same shapes in the same run? And what do the gates cost?"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from headmax.bench.timing import interleaved, median, peak_memory
+from headmax.bench.timing import Ceilings, interleaved, median, paired, peak_memory
 from headmax.ops.gated_delta_rule.spec import SPEC as GATED_DELTA_RULE
 from headmax.ops.gla.spec import SPEC as GLA
 from headmax.ops.linear_attention.spec import SPEC as LINEAR_ATTENTION
@@ -20,6 +21,14 @@ from headmax.records import Record, Recorder
 
 SPECS = {spec.name: spec for spec in (LINEAR_ATTENTION, GLA, GATED_DELTA_RULE)}
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float64: 1e-10}
+RECIPE_CASES = {
+    "linear_attention": Case(batch=8, time=4096, heads=4, key=256, value=512, decay="head"),
+    "gla": Case(batch=8, time=4096, heads=4, key=128, value=256),
+    "gated_delta_rule": Case(batch=8, time=4096, heads=4, key=128, value=256),
+}
+"""What the layers of the 340m recipes call, at a batch of 32k tokens."""
+PAST_CACHE = 2**27
+"""Bytes of inputs after which a GPU's cache no longer holds the first of them."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +44,15 @@ def ours(op: str, backend: str = "auto") -> Contender:
     return Contender("headmax", op, lambda **inputs: SPECS[op].function(**inputs, return_state=True, backend=backend))
 
 
-def transformers_gated_delta_rule() -> Contender:
+def fla(op: str) -> Contender:
+    """flash-linear-attention's chunked kernel."""
+    return Contender("fla", op, ours(op, "fla").function)
+
+
+def transformers_gated_delta_rule(op: str = "gated_delta_rule") -> Contender | None:
     """Hugging Face transformers' own chunked gated delta rule in plain PyTorch (Qwen3-Next)."""
+    if op != "gated_delta_rule":
+        return None
     from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule as dispatching
 
     torch_chunk_gated_delta_rule = inspect.unwrap(dispatching)  # else it calls flash-linear-attention where that is installed
@@ -47,61 +63,123 @@ def transformers_gated_delta_rule() -> Contender:
     return Contender("hf", "gated_delta_rule", run)
 
 
-PEERS: dict[str, Callable[[], list[Contender]]] = {"none": list, "hf": lambda: [transformers_gated_delta_rule()]}
+PEERS: dict[str, Callable[[str], Contender | None]] = {"none": lambda op: None, "hf": transformers_gated_delta_rule, "fla": fla}
+
+
+def trainable(case: Case) -> Callable[[str], bool]:
+    """Which inputs get a gradient: a decay per head is a constant of the architecture."""
+    return lambda name: name != "log_decay" or case.decay != "head"
 
 
 def error(contender: Contender, case: Case, dtype: torch.dtype, device: torch.device) -> float:
     """Distance of output, state and gradients to the float64 oracle, the largest of them, on a short sequence of that shape."""
     spec = SPECS[contender.op]
     inputs = spec.inputs(replace(case, batch=1, time=min(case.time, 200)), dtype, device)
-    expected, actual = spec.oracle(inputs), spec.evaluate(inputs, contender.function)
-    return max(distance(actual[name], expected[name]) for name in expected)
+    constants = {name: x for name, x in inputs.items() if not trainable(case)(name)}
+    learned = {name: x for name, x in inputs.items() if name not in constants}
+    expected, actual = spec.oracle(inputs), spec.evaluate(learned, lambda **x: contender.function(**x, **constants))
+    return max(distance(actual[name], expected[name]) for name in actual)
 
 
-def step(contender: Contender, case: Case, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
-    """A forward and backward pass on inputs made once."""
-    inputs = SPECS[contender.op].inputs(case, dtype, device)
-    leaves = [x.requires_grad_() for x in inputs.values() if isinstance(x, Tensor)]
-    d_output = torch.randn(case.batch, case.time, case.out_heads, case.value).to(device, dtype)
+class Steps:
+    """The forward pass alone, and the forward and backward pass, on inputs that rotate past the cache of a GPU."""
 
-    def run() -> object:
-        o, _ = contender.function(**inputs)
-        return torch.autograd.grad(o, leaves, d_output)
+    def __init__(self, contender: Contender, case: Case, dtype: torch.dtype, device: torch.device) -> None:
+        one = SPECS[contender.op].inputs(case, dtype, device)
+        size = sum(x.numel() * x.element_size() for x in one.values() if isinstance(x, Tensor))
+        copies = 1 if device.type == "cpu" else 1 + PAST_CACHE // size
+        wanted = trainable(case)
+        sets = []
+        for _ in range(copies):
+            inputs = {name: x.detach().clone() if isinstance(x, Tensor) else x for name, x in one.items()}
+            leaves = [x.requires_grad_() for name, x in inputs.items() if isinstance(x, Tensor) and wanted(name)]
+            sets.append((inputs, leaves))
+        self.sets, self.function = itertools.cycle(sets), contender.function
+        self.d_output = torch.randn(case.batch, case.time, case.out_heads, case.value, device=device).to(dtype)
 
-    return run
+    def forward(self) -> object:
+        inputs, _ = next(self.sets)
+        with torch.no_grad():
+            return self.function(**inputs)
+
+    def both(self) -> object:
+        inputs, leaves = next(self.sets)
+        return torch.autograd.grad(self.function(**inputs)[0], leaves, self.d_output)
+
+
+def measure(
+    op: str, case: Case, peer: str, dtype: torch.dtype, device: torch.device, rounds: int, gates: bool, lengths: tuple[int, ...]
+) -> Iterator[Record]:
+    """One op beside its peer: errors first, then times; then the gates' cost, in pairs; then longer sequences."""
+    make, name = Recorder("kernels", device), str(case)
+    contenders = [c for c in (PEERS[peer](op), ours(op)) if c is not None]
+    fit = []
+    for contender in contenders:
+        try:
+            off = error(contender, case, dtype, device)
+        except RuntimeError as refused:
+            if contender.impl == "headmax":
+                raise
+            yield make(name, contender.impl, f"{op}/refused", 1, "", reason=str(refused).splitlines()[0])
+            continue
+        yield make(name, contender.impl, f"{op}/error", off, "relative")
+        if not off <= TOLERANCE[dtype]:
+            allowed = f"(allowed {TOLERANCE[dtype]:.0e})"
+            raise ValueError(f"{contender.impl} {op} is {off:.1e} from the oracle {allowed}: no speed is reported")
+        fit.append(contender)
+    ceilings = Ceilings.of(device)
+    steps = {contender.impl: Steps(contender, case, dtype, device) for contender in fit}
+    for metric, passes in (("forward", 1), ("forward+backward", 3)):
+        functions = {impl: step.forward if passes == 1 else step.both for impl, step in steps.items()}
+        for impl, times in interleaved(functions, device, rounds).items():
+            taken = median(times)
+            flops, moved = (passes * n for n in (SPECS[op].flops(case), SPECS[op].bytes_moved(case, dtype.itemsize)))
+            extra: dict[str, Any] = {
+                "rounds": rounds,
+                "best": 1e3 * min(times),
+                "TFLOP/s": flops / taken / 1e12,
+                "GB/s": moved / taken / 1e9,
+            }
+            if ceilings is not None:
+                extra["roofline"] = max(flops / ceilings.flops, moved / ceilings.bytes) / taken
+            yield make(name, impl, f"{op}/{metric}", 1e3 * taken, "ms", **extra)
+    if gates:
+        gated = Steps(ours(op), replace(case, gates="both"), dtype, device)
+        pairs = interleaved({"gated": gated.both, "plain": steps["headmax"].both}, device, max(50, rounds), warmup=3)
+        ratio, half = paired(pairs["gated"], pairs["plain"])
+        yield make(
+            name, "headmax", f"{op}/gated over plain", ratio, "ratio", pairs=len(pairs["plain"]), interval=[ratio - half, ratio + half]
+        )
+    for time in lengths:
+        longer = replace(case, time=time)
+        step = Steps(ours(op), longer, dtype, device)
+        memory = peak_memory(step.both, device)
+        times = interleaved({"": step.both}, device, max(3, rounds // 2), warmup=0)[""]
+        yield make(str(longer), "headmax", f"{op}/time per token", 1e6 * median(times) / (time * case.batch), "us")
+        if memory is not None:
+            yield make(str(longer), "headmax", f"{op}/memory per token", memory / (time * case.batch), "bytes")
 
 
 def bench(
-    *, case: Case, lengths: tuple[int, ...], peer: str, dtype: torch.dtype, device: torch.device, rounds: int, say: Callable[[str], None]
+    *,
+    cases: Mapping[str, Case],
+    peer: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    rounds: int,
+    say: Callable[[str], None],
+    gates: bool = False,
+    lengths: tuple[int, ...] = (),
+    limit: float | None = None,
 ) -> list[Record]:
-    """Times all ops and the peer at `case`, and our ops again at each of `lengths` (a peer whose cost is not linear would never end)."""
+    """Every op of `cases`; with a `limit` in seconds each in a process of its own."""
+    from headmax.bench.isolated import isolated
+
     if peer not in PEERS:
         raise ValueError(f"unknown peer {peer!r}{suggest(peer, PEERS)}")
-    make = Recorder("kernels", device)
-    contenders = [*PEERS[peer](), *map(ours, SPECS)]
-    records = []
-    for contender in contenders:
-        off = error(contender, case, dtype, device)
-        say(f"{contender.impl} {contender.op}: {off:.1e} from the float64 oracle")
-        if not off <= TOLERANCE[dtype]:
-            raise ValueError(
-                f"{contender.impl} {contender.op} is {off:.1e} from the oracle (allowed {TOLERANCE[dtype]:.0e}): no speed is reported"
-            )
-        records.append(make(str(case), contender.impl, f"{contender.op}/error", off, "relative"))
-
-    steps = {f"{c.impl}/{c.op}": step(c, case, dtype, device) for c in contenders}
-    say(f"timing {case}, {rounds} rounds")
-    for name, times in interleaved(steps, device, rounds).items():
-        impl, op = name.split("/")
-        records.append(make(str(case), impl, f"{op}/forward+backward", 1e3 * median(times), "ms", rounds=rounds, best=1e3 * min(times)))
-    for time in lengths:
-        longer = replace(case, time=time)
-        for contender in map(ours, SPECS):
-            say(f"timing {contender.op} at T={time}")
-            run = step(contender, longer, dtype, device)
-            memory = peak_memory(run, device)
-            times = interleaved({"": run}, device, max(3, rounds // 2), warmup=0)[""]
-            records.append(make(str(longer), "headmax", f"{contender.op}/time per token", 1e6 * median(times) / time, "us"))
-            if memory is not None:
-                records.append(make(str(longer), "headmax", f"{contender.op}/memory per token", memory / time, "bytes"))
-    return records
+    found: list[Record] = []
+    for op, case in cases.items():
+        say(f"{op} {case}")
+        arguments = (op, case, peer, dtype, device, rounds, gates, lengths)
+        found += measure(*arguments) if limit is None else isolated(measure, *arguments, limit=limit, say=say)
+    return found

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+AHEAD = 4_000_000
+"""Clock cycles (about 2 ms) a GPU is kept waiting, so that the launches of what is timed queue up: its time, not Python's."""
 
 
 def seconds(function: Callable[[], object], device: torch.device) -> float:
     """One call, by device events on a GPU and by the wall clock elsewhere."""
     if device.type == "cuda":
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(AHEAD)
         start.record()
         function()
         end.record()
@@ -38,6 +44,34 @@ def interleaved(
         for name, function in functions.items():
             times[name].append(seconds(function, device))
     return times
+
+
+def paired(times: Sequence[float], base: Sequence[float]) -> tuple[float, float]:
+    """Mean of times / base over interleaved pairs, and the half-width of its 95% interval."""
+    ratios = [a / b for a, b in zip(times, base, strict=True)]
+    spread = statistics.stdev(ratios) if len(ratios) > 1 else math.inf
+    return statistics.mean(ratios), 1.96 * spread / math.sqrt(len(ratios))
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What the card reaches in a large product and a large copy, rather than what its sheet says."""
+
+    flops: float
+    """bfloat16 FLOP/s."""
+    bytes: float
+    """Bytes read and written per second."""
+
+    @classmethod
+    def of(cls, device: torch.device) -> Ceilings | None:
+        """Measured now; None for a CPU."""
+        if device.type != "cuda":
+            return None
+        a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
+        product = median([seconds(lambda: a @ b, device) for _ in range(20)])
+        large, copy = (torch.empty(2**30, device=device, dtype=torch.uint8) for _ in range(2))
+        moved = median([seconds(lambda: copy.copy_(large), device) for _ in range(20)])
+        return cls(2 * 8192**3 / product, 2 * large.numel() / moved)
 
 
 def median(times: list[float]) -> float:

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import json
-import math
-import multiprocessing
-import os
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from headmax import HeadmaxForCausalLM, recipes
-from headmax.bench.timing import seconds
+from headmax.bench.isolated import isolated
+from headmax.bench.timing import Ceilings, paired, seconds
 from headmax.records import Record, Recorder
 
 GRID = ((2048, 16), (4096, 8), (8192, 4), (16384, 2))
@@ -132,7 +127,7 @@ class Step:
     def __init__(self, model: nn.Module) -> None:
         torch.manual_seed(0)
         self.model = model.to("cuda").train()
-        self.vocab = model.config.vocab_size
+        self.vocab: int = model.config.vocab_size  # type: ignore[union-attr, assignment]
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
         self.tokens = torch.empty(0)
 
@@ -148,25 +143,12 @@ class Step:
         self.optimizer.zero_grad()
 
 
-def matmul_rate() -> float:
-    """FLOP/s of a large bfloat16 matrix product, what the card reaches rather than what its sheet says."""
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    device = torch.device("cuda")
-    times = [seconds(lambda: a @ b, device) for _ in range(20)]
-    return 2 * 8192**3 / statistics.median(times)
-
-
-def paired(ours: Sequence[float], base: Sequence[float]) -> tuple[float, float]:
-    """Mean of ours / base over interleaved pairs, and the half-width of its 95% interval."""
-    ratios = [a / b for a, b in zip(ours, base, strict=True)]
-    spread = statistics.stdev(ratios) if len(ratios) > 1 else math.inf
-    return statistics.mean(ratios), 1.96 * spread / math.sqrt(len(ratios))
-
-
 def measure(plan: Plan) -> Iterator[Record]:
     """Everything one process measures: first steps, then the grid, its models taking turns."""
     make, device = Recorder("train", "cuda"), torch.device("cuda")
-    rate = matmul_rate()
+    ceilings = Ceilings.of(device)
+    assert ceilings is not None
+    rate = ceilings.flops
     yield make("8192x8192x8192 bf16", "torch", "matmul", rate / 1e12, "TFLOP/s")
     steps: dict[tuple[str, str], Step] = {}
     for (impl, variant), build in models(plan).items():
@@ -180,7 +162,8 @@ def measure(plan: Plan) -> Iterator[Record]:
         yield make(case, impl, f"{variant}/first step", time.perf_counter() - begin, "s", compiled=plan.compiled)
     for length, batch in plan.grid:
         case = f"{plan.recipe} {length}x{batch}"
-        peaks, times = {}, {key: [] for key in steps}
+        peaks: dict[tuple[str, str], int] = {}
+        times: dict[tuple[str, str], list[float]] = {key: [] for key in steps}
         for key, step in steps.items():
             step.shape(length, batch)
             for _ in range(3):
@@ -214,31 +197,6 @@ def own_bytes(step: Step) -> int:
     return sum(x.numel() * x.element_size() for x in tensors)
 
 
-def worker(plan: Plan, path: str, environment: Mapping[str, str]) -> None:
-    os.environ.update(environment)
-    with open(path, "a") as file:
-        for record in measure(plan):
-            file.write(json.dumps(asdict(record)) + "\n")
-            file.flush()
-
-
-def run(plan: Plan, limit: float, say: Callable[[str], None], environment: Mapping[str, str] | None = None) -> list[Record]:
-    """Measures a plan in a process of its own, for at most `limit` seconds; what it had by then counts."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "records.jsonl")
-        path.touch()
-        process = multiprocessing.get_context("spawn").Process(target=worker, args=(plan, str(path), environment or {}))
-        process.start()
-        process.join(limit)
-        if process.is_alive():
-            say(f"{plan.group}: not done after {limit:.0f} s, stopped")
-            process.kill()
-            process.join()
-        elif process.exitcode:
-            say(f"{plan.group}: failed, see above")
-        return [Record(**json.loads(line)) for line in path.read_text().splitlines()]
-
-
 def bench(
     recipe: str, groups: Sequence[str], grid: Sequence[tuple[int, int]], rounds: int, limit: float, say: Callable[[str], None]
 ) -> list[Record]:
@@ -246,5 +204,5 @@ def bench(
     found: list[Record] = []
     for group in groups:
         say(f"{recipe}: {group}")
-        found += run(Plan(recipe, group, grid, rounds), limit, say)
+        found += isolated(measure, Plan(recipe, group, grid, rounds), limit=limit, say=say)
     return found

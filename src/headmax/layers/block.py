@@ -8,6 +8,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from headmax.layers.mixers import MixerOutput
 from headmax.layers.mlp import SwiGLU
 from headmax.layers.norm import RMSNorm
+from headmax.layers.rotary import Rotary
 from headmax.ops.packing import Packing
 
 
@@ -25,7 +26,7 @@ class Block(GradientCheckpointingLayer):
         *,
         state: tuple | None = None,
         return_state: bool = False,
-        positions: Tensor | None = None,
+        positions: Tensor | Rotary | None = None,
         packing: Packing | None = None,
         mask: Tensor | None = None,
     ) -> MixerOutput:

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headmax.ops.registry import has_kernels
+
 LOGITS_AT_ONCE = 2**28
 """How many logits are held at a time: 8,192 tokens at a vocabulary of 32k, enough to keep the matrix units busy."""
 IGNORED = -100
@@ -13,7 +15,7 @@ IGNORED = -100
 
 def _rows(logits: Tensor, labels: Tensor) -> Tensor:
     """The loss of each row [N]; `logits` become their gradient, in place."""
-    if logits.is_cuda:
+    if has_kernels(logits.device.type):
         from headmax.layers.triton_loss import cross_entropy_rows
 
         return cross_entropy_rows(logits, labels)
@@ -23,6 +25,11 @@ def _rows(logits: Tensor, labels: Tensor) -> Tensor:
     gradient.scatter_add_(-1, labels.clamp_min(0).unsqueeze(-1), -counted.float())
     logits.copy_(gradient * counted)
     return losses
+
+
+def _wide_mm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a @ b as `dtype`; a GPU's matrix units sum in float32 anyway, and need not round it."""
+    return torch.mm(a, b, out_dtype=dtype) if a.is_cuda and a.dtype != dtype else torch.mm(a, b).to(dtype)
 
 
 @torch.library.custom_op("headmax::linear_cross_entropy", mutates_args=())
@@ -38,7 +45,7 @@ def _forward(x: Tensor, weight: Tensor, labels: Tensor, gradients: bool) -> tupl
         loss += _rows(logits, labels[piece]).sum()
         if gradients:
             torch.mm(logits, narrow, out=d_x[piece])
-            d_weight += torch.mm(logits.T, x[piece], **({"out_dtype": d_weight.dtype} if x.is_cuda and x.dtype != d_weight.dtype else {}))
+            d_weight += _wide_mm(logits.T, x[piece], d_weight.dtype)
     return loss, d_x, d_weight
 
 

@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from headmax.ops.checks import compute_dtype
 
 
-def rotate(x: Tensor, positions: Tensor, base: float = 10_000.0) -> Tensor:
-    """Turns the pair (x_i, x_{i + D/2}) of each head by the angle position * base^(-2i/D). x [B,T,H,D], positions [B or 1, T]."""
-    half = x.shape[-1] // 2
-    dtype = compute_dtype(x.dtype)
-    frequency = base ** (-torch.arange(half, device=x.device, dtype=dtype) / half)
-    angle = (positions.to(dtype).unsqueeze(-1) * frequency).unsqueeze(2)
-    cos, sin = angle.cos(), angle.sin()
-    first, second = x.to(dtype).chunk(2, dim=-1)
+class Rotary(NamedTuple):
+    """Cosine and sine of every position's angles, [batch or 1, time, 1, dim / 2]: made once, used by every layer."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+class RotarySettings(NamedTuple):
+    """What a layer's angles depend on beside the positions."""
+
+    dim: int
+    base: float
+
+    def at(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> Rotary:
+        """The angles position * base^(-2i/dim) at positions [batch or 1, time]."""
+        half = self.dim // 2
+        frequency = self.base ** (-torch.arange(half, device=positions.device, dtype=compute_dtype(dtype)) / half)
+        angle = (positions.to(frequency.dtype).unsqueeze(-1) * frequency).unsqueeze(2)
+        return Rotary(angle.cos(), angle.sin())
+
+
+def rotate(x: Tensor, rotary: Rotary) -> Tensor:
+    """Turns the pair (x_i, x_{i + D/2}) of each head by its position's i-th angle. x [B,T,H,D]."""
+    cos, sin = rotary
+    first, second = x.to(compute_dtype(x.dtype)).chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)

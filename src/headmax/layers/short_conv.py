@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from headmax.layers.initialized import Initialized
 from headmax.ops.packing import Packing
+from headmax.ops.registry import has_kernels
 
 
 class ShortConvolution(Initialized):
@@ -28,6 +29,12 @@ class ShortConvolution(Initialized):
         yield self.weight, torch.empty_like(self.weight).uniform_(-bound, bound)
 
     def forward(self, x: Tensor, state: Tensor | None = None, packing: Packing | None = None) -> tuple[Tensor, Tensor]:
+        if state is None and x.dtype != torch.float64 and has_kernels(x.device.type):
+            from headmax.layers.triton_conv import short_conv
+
+            y = short_conv(x, self.weight, None if packing is None else packing.positions)
+            last = x[:, 1 - self.width :]
+            return y, F.pad(last, (0, 0, self.width - 1 - last.shape[1], 0))
         time = x.shape[1]
         padded = F.pad(x, (0, 0, self.width - 1, 0)) if state is None else torch.cat([state.to(x.dtype), x], dim=1)
         weight = self.weight.to(x.dtype)

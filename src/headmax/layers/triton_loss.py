@@ -23,15 +23,15 @@ def cross_entropy_kernel(logits, labels, losses, stride, V: tl.constexpr, BLOCK:
         total = total * tl.exp(highest - level) + tl.exp(x - level)
         highest = higher
     most = tl.max(highest, 0)
-    log_sum = most + tl.log(tl.sum(total * tl.exp(highest - most), 0))
+    sum_of_all = tl.sum(total * tl.exp(highest - most), 0)  # relative to the highest: large logits lose no digits
     counted = label >= 0
     at_label = tl.load(base + tl.where(counted, label, 0)).to(tl.float32)
-    tl.store(losses + row, tl.where(counted, log_sum - at_label, 0.0))
+    tl.store(losses + row, tl.where(counted, most - at_label + tl.log(sum_of_all), 0.0))
     tl.debug_barrier()
     for start in range(0, V, BLOCK):
         inside = start + columns < V
-        x = tl.load(base + start + columns, mask=inside, other=0.0).to(tl.float32)
-        gradient = tl.exp(x - log_sum) - tl.where(start + columns == label, 1.0, 0.0)
+        x = tl.load(base + start + columns, mask=inside, other=-float("inf")).to(tl.float32)
+        gradient = tl.exp(x - most) / sum_of_all - tl.where(start + columns == label, 1.0, 0.0)
         tl.store(base + start + columns, tl.where(counted, gradient, 0.0).to(logits.dtype.element_ty), mask=inside)
 
 

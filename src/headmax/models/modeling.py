@@ -19,10 +19,12 @@ from headmax.layers.initialized import Initialized
 from headmax.layers.loss import IGNORED, linear_cross_entropy
 from headmax.layers.mixers.attention import attention_mask as make_attention_mask
 from headmax.layers.norm import RMSNorm
+from headmax.layers.rotary import RotarySettings
 from headmax.models.cache import HeadmaxCache
 from headmax.models.configuration import HeadmaxConfig
 from headmax.ops.checks import check_packing
 from headmax.ops.packing import Packing
+from headmax.ops.registry import autocast_dtype
 
 Gates = tuple[tuple[Tensor | None, Tensor | None] | None, ...]
 
@@ -103,6 +105,7 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
         )
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.uses_attention = [name == "attention" for name in config.mixers]
+        self.rotary: list[RotarySettings | None] = [getattr(block.mixer, "rotary", None) for block in self.layers]
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -127,10 +130,9 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if torch.is_autocast_enabled(
-            x.device.type
-        ):  # embeddings are looked up in float32; the residual stream is what autocast computes in
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        x = x.to(
+            autocast_dtype(x.device) or x.dtype
+        )  # embeddings are looked up in float32; the residual stream is what autocast computes in
         batch, time, _ = x.shape
         if past_key_values is not None:
             if not isinstance(past_key_values, HeadmaxCache):
@@ -159,6 +161,7 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
         mask, full_mask = self._masks(x, past, attention_mask, packing)
         gates: list = []
         hidden_states: list = []
+        positions = {turn: turn and turn.at(position_ids, x.dtype) for turn in set(self.rotary)}
         for n, (block, attends) in enumerate(zip(self.layers, self.uses_attention, strict=True)):
             if output_hidden_states:
                 hidden_states.append(x)
@@ -167,7 +170,7 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
                 x,
                 state=layer and layer.state,
                 return_state=use_cache,
-                positions=position_ids,
+                positions=positions[self.rotary[n]],
                 packing=packing,
                 mask=full_mask if attends else mask,
             )

@@ -98,8 +98,18 @@ def suggest(name: object, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(map(repr, options))}"
 
 
+@torch.compiler.assume_constant_result
+def has_kernels(device_type: str) -> bool:
+    """Whether Triton kernels run on such a device."""
+    return device_type == "cuda" and importlib.util.find_spec("triton") is not None
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What autocast computes in on `device`; None where it is off."""
+    known = device.type in ("cuda", "cpu", "mps", "xpu")  # asking about a device type without autocast is an error
+    return torch.get_autocast_dtype(device.type) if known and torch.is_autocast_enabled(device.type) else None
+
+
 def no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Ops choose their own precision: float32 sums must not become bfloat16 products because autocast is on."""
-    known = device.type in ("cuda", "cpu", "mps", "xpu")  # asking about a device type without autocast is an error
-    on = known and torch.is_autocast_enabled(device.type)
-    return torch.autocast(device.type, enabled=False) if on else contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False) if autocast_dtype(device) is not None else contextlib.nullcontext()

@@ -321,7 +321,7 @@ def decay_kind(log_decay: Tensor | None) -> str:
 
 def shape_arguments(q: Tensor, layout: Layout) -> dict[str, Any]:
     """What all kernels are specialised to."""
-    names = {"T": q.shape[1], "H": q.shape[2], "K": q.shape[3], "C": layout.chunk}
+    names = {"T": q.shape[1], "H": q.shape[2], "K": q.shape[3], "C": CHUNK}
     return names | {"PACKED": layout.packed, "PRECISION": dot_precision(q.dtype)}
 
 
@@ -331,7 +331,7 @@ class Prepared(NamedTuple):
     reading: Tensor
     writing: Tensor
     scores: Tensor
-    """[batch, time, heads, chunk]"""
+    """[batch, time, heads, CHUNK]"""
     whole: Tensor
     """[chunks, heads], or [chunks, heads, key] for a decay per channel."""
     half: Tensor
@@ -348,7 +348,7 @@ def prepare(
     made = Prepared(
         reading=torch.empty_like(q),
         writing=torch.empty_like(k),
-        scores=q.new_empty(batch, time, heads, layout.chunk),
+        scores=q.new_empty(batch, time, heads, CHUNK),
         whole=q.new_empty((*per_chunk, key) if channel else per_chunk, dtype=torch.float32),
         half=q.new_empty((*per_chunk, key) if channel else (0,), dtype=torch.float32),
         mild=q.new_empty(per_chunk if channel else (0,), dtype=torch.int32),
@@ -432,18 +432,12 @@ def query_key_gradients(
     return d_q, d_k, d_decay.sum((0, 1)) if decay_gradient and kind == "head" else d_decay, d_read, d_write
 
 
-def layout_of(q: Tensor, log_decay: Tensor | None, table: Tensor | None, starts: Tensor | None) -> Layout:
-    """Longer chunks where the decay is a scalar: half as many states to write and read back. Float32 tiles would not fit."""
-    long = table is None and decay_kind(log_decay) != "channel" and q.element_size() < 4
-    return Layout(q.shape[0], q.shape[1], table, starts, chunk=2 * CHUNK if long else CHUNK)
-
-
 @torch.library.custom_op("headmax::decayed_attention", mutates_args=())
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, read_gate: Tensor | None, write_gate: Tensor | None,
     scale: float, initial: Tensor | None, table: Tensor | None, starts: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    layout = layout_of(q, log_decay, table, starts)
+    layout = Layout(q.shape[0], q.shape[1], table, starts)
     prepared = prepare(q, k, log_decay, read_gate, write_gate, scale, layout)
     states, final = scan(prepared.writing, v, prepared.whole, prepared.half, initial, layout)
     return combine(prepared.reading, prepared.scores, v, states, layout), final
@@ -461,7 +455,7 @@ def _backward(
     write_gate: Tensor | None, scale: float, initial: Tensor | None, table: Tensor | None, starts: Tensor | None, decay_gradient: bool,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, k, v, log_decay, read_gate, write_gate, initial; an empty tensor where there is none."""
-    layout, d_o = layout_of(q, log_decay, table, starts), d_o.contiguous()
+    layout, d_o = Layout(q.shape[0], q.shape[1], table, starts), d_o.contiguous()
     prepared = prepare(q, k, log_decay, read_gate, write_gate, scale, layout)
     states, _ = scan(prepared.writing, v, prepared.whole, prepared.half, initial, layout)
     d_states, d_initial = scan(prepared.reading, d_o, prepared.whole, prepared.half, d_final.contiguous(), layout, reverse=True)

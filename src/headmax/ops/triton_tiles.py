@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 Tiles = list[int]
-"""Key and value channels of a tile (at most; narrower heads take less), warps, stages of its pipeline, registers (0: as many as it likes)."""
+"""Key and value channels of a tile (at most; narrower heads take less), warps, stages of its pipeline, registers (0: no limit)."""
 
 PATH = Path(__file__).with_name("tiles.json")
 TABLE: dict[str, dict[str, Any]] = json.loads(PATH.read_text())
@@ -33,7 +33,7 @@ def processors(device: torch.device) -> int:
 def entry_for(device: torch.device) -> str:
     """The entry for the largest shared memory that this GPU has too."""
     sizes = sorted(map(int, TABLE))
-    shared = torch.cuda.get_device_properties(device).shared_memory_per_block_optin // 1024 if device.type == "cuda" else sizes[-1]
+    shared = torch.cuda.get_device_properties(device).shared_memory_per_block_optin // 1024 if device.type == "cuda" else sizes[-1]  # type: ignore[attr-defined]
     return str(max((size for size in sizes if size <= shared), default=sizes[0]))
 
 

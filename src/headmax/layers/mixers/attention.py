@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headmax.layers.mixers.base import MixerOutput, head_width
-from headmax.layers.rotary import rotate
+from headmax.layers.rotary import Rotary, RotarySettings, rotate
 from headmax.ops.packing import Packing
 
 
@@ -42,7 +42,7 @@ class Attention(nn.Module):
         self.head_dim = head_width("head_k_dim", head_dim, hidden_size, num_heads)
         if self.head_dim % 2:
             raise ValueError(f"head_k_dim must be even for rotary positions, got {self.head_dim}")
-        self.rotary_base = rotary_base
+        self.rotary = RotarySettings(self.head_dim, rotary_base)
         width = num_heads * self.head_dim
         self.q_proj = nn.Linear(hidden_size, width, bias=False)
         self.k_proj = nn.Linear(hidden_size, width, bias=False)
@@ -55,7 +55,7 @@ class Attention(nn.Module):
         *,
         state: AttentionState | None = None,
         return_state: bool = False,
-        positions: Tensor | None = None,
+        positions: Tensor | Rotary | None = None,
         packing: Packing | None = None,
         mask: Tensor | None = None,
     ) -> MixerOutput:
@@ -65,7 +65,8 @@ class Attention(nn.Module):
             start = torch.arange(past, past + x.shape[1], device=x.device)
             positions = (start if packing is None else packing.positions)[None]
         q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        q, k = rotate(q, positions, self.rotary_base), rotate(k, positions, self.rotary_base)
+        rotary = positions if isinstance(positions, Rotary) else self.rotary.at(positions, x.dtype)
+        q, k = rotate(q, rotary), rotate(k, rotary)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if state is not None:
             k, v = torch.cat([state.keys, k], dim=2), torch.cat([state.values, v], dim=2)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headmax.layers.head_gate import HeadGateConfig
 from headmax.layers.initialized import Initialized
+from headmax.layers.mlp import swish_gate
 from headmax.layers.norm import OutputNorm, OutputNormKind
+from headmax.layers.rotary import Rotary, RotarySettings
 from headmax.layers.short_conv import ShortConvolution
 from headmax.ops.packing import Packing
+from headmax.ops.recompute import recomputed
 from headmax.ops.sequential import gated
 
 
@@ -52,6 +54,9 @@ class RecurrentMixer(Initialized):
     A subclass says what X is (`recur`). With `head_gate=None` it is the plain backbone.
     """
 
+    rotary: RotarySettings | None = None
+    """What a subclass with rotary positions turns q and k by."""
+
     def __init__(
         self,
         hidden_size: int,
@@ -86,7 +91,9 @@ class RecurrentMixer(Initialized):
         self.head_gate = None if head_gate is None else head_gate.build(**sizes)
         self.read_after_norm = head_gate is not None and head_gate.read_position == "after_norm"
 
-    def recur(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, **options: Any) -> tuple[Tensor, Tensor | None]:
+    def recur(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | Rotary | None, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
         """The recurrence on q, k [B,T,H,K] and v [B,T,HV,V]; `options` are gates, state, packing and backend, for the op."""
         raise TypeError(f"{type(self).__name__} does not define a recurrence")
 
@@ -96,7 +103,7 @@ class RecurrentMixer(Initialized):
         *,
         state: RecurrentState | None = None,
         return_state: bool = False,
-        positions: Tensor | None = None,
+        positions: Tensor | Rotary | None = None,
         packing: Packing | None = None,
         mask: Tensor | None = None,
     ) -> MixerOutput:
@@ -121,14 +128,17 @@ class RecurrentMixer(Initialized):
             cu_seqlens=packing,
             backend=self.backend,
         )
+        gates = () if self.g_proj is None else (self.g_proj(x),)
+        mixed = self.o_proj(recomputed(self.finish, o, *gates, *((read,) if self.read_after_norm else ())))
+        new_state = RecurrentState(recurrent, conv) if recurrent is not None else None
+        return MixerOutput(mixed, new_state, (read, write))
+
+    def finish(self, o: Tensor, *gates: Tensor) -> Tensor:
+        """The read-out [B,T,H,V], normalised and gated: by the read gate where that comes after the norm, and by the swish gate."""
         o = self.output_norm(o)
         if self.read_after_norm:
-            o = gated(o, read)
-        o = o.flatten(2)
-        if self.g_proj is not None:
-            o = o * F.silu(self.g_proj(x))
-        new_state = RecurrentState(recurrent, conv) if recurrent is not None else None
-        return MixerOutput(self.o_proj(o), new_state, (read, write))
+            o = gated(o, gates[-1])
+        return o.flatten(2) if self.g_proj is None else swish_gate(o.flatten(2), gates[0])
 
     def project(
         self, x: Tensor, state: RecurrentState | None, packing: Packing | None

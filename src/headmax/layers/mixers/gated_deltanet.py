@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from headmax.layers.head_gate import HeadGateConfig
 from headmax.layers.mixers.base import RecurrentMixer, head_width
 from headmax.layers.norm import OutputNormKind
+from headmax.layers.rotary import Rotary
 from headmax.ops import gated_delta_rule
 from headmax.ops.checks import compute_dtype
 
@@ -61,7 +62,9 @@ class GatedDeltaNet(RecurrentMixer):
         step = torch.exp(torch.empty_like(self.dt_bias).uniform_(-6.9077553, -2.3025851))
         yield self.dt_bias, step + torch.log(-torch.expm1(-step))
 
-    def recur(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, **options: Any) -> tuple[Tensor, Tensor | None]:
+    def recur(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | Rotary | None, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
         dtype = compute_dtype(x.dtype)
         log_decay = -self.A_log.to(dtype).exp() * F.softplus(self.a_proj(x).to(dtype) + self.dt_bias.to(dtype))
         beta = self.b_proj(x).to(dtype).sigmoid()

@@ -11,6 +11,7 @@ from headmax.layers.feature_map import feature_map as make_feature_map
 from headmax.layers.head_gate import HeadGateConfig
 from headmax.layers.mixers.base import RecurrentMixer, head_width
 from headmax.layers.norm import OutputNormKind
+from headmax.layers.rotary import Rotary
 from headmax.ops import linear_attention
 
 
@@ -45,5 +46,7 @@ class LinearAttention(RecurrentMixer):
         )
         self.feature_map = make_feature_map(feature_map)
 
-    def recur(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, **options: Any) -> tuple[Tensor, Tensor | None]:
+    def recur(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | Rotary | None, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
         return linear_attention(self.feature_map(q), self.feature_map(k), v, **options)

@@ -12,13 +12,16 @@ from headmax.layers.feature_map import feature_map as make_feature_map
 from headmax.layers.head_gate import HeadGateConfig
 from headmax.layers.mixers.base import RecurrentMixer, head_width
 from headmax.layers.norm import OutputNormKind
-from headmax.layers.rotary import rotate
+from headmax.layers.rotary import Rotary, RotarySettings, rotate
 from headmax.ops import linear_attention
 from headmax.ops.checks import compute_dtype
+from headmax.ops.recompute import recomputed
 
 
 class RetNet(RecurrentMixer):
     """S_t = γ_h S_{t-1} + (G^K_t k_t)^T v_t ;  o_t = (G^Q_t q_t) S_t,  with γ_h = 1 - 2^(-5-h) and rotary q, k"""
+
+    rotary: RotarySettings
 
     def __init__(
         self,
@@ -49,14 +52,17 @@ class RetNet(RecurrentMixer):
         if self.head_k_dim % 2:
             raise ValueError(f"head_k_dim must be even for rotary positions, got {self.head_k_dim}")
         self.feature_map = make_feature_map(feature_map)
-        self.rotary_base = rotary_base
+        self.rotary = RotarySettings(self.head_k_dim, rotary_base)
 
-    def recur(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, **options: Any) -> tuple[Tensor, Tensor | None]:
+    def recur(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | Rotary | None, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
         if positions is None:
             if options["initial_state"] is not None:
                 raise ValueError("RetNet: positions must be given with a state, [batch or 1, time], counting from the sequence's start")
             packing = options["cu_seqlens"]
             positions = torch.arange(q.shape[1], device=q.device)[None] if packing is None else packing.positions[None]
-        q, k = (rotate(self.feature_map(x), positions, self.rotary_base) for x in (q, k))
+        rotary = positions if isinstance(positions, Rotary) else self.rotary.at(positions, q.dtype)
+        q, k = (recomputed(lambda x: rotate(self.feature_map(x), rotary), x) for x in (q, k))
         head = torch.arange(self.num_heads, device=q.device, dtype=compute_dtype(q.dtype))
         return linear_attention(q, k, v, torch.log1p(-torch.exp2(-5 - head)), **options)

@@ -7,9 +7,11 @@ from torch import Tensor
 
 from headmax.ops.sequential import gated, per_sequence
 
+EPS = 1e-6
+
 
 def unit_length(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS)
 
 
 @per_sequence

@@ -11,8 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headmax.ops.gated_delta_rule.reference import unit_length
+from headmax.ops.gated_delta_rule import triton_unit
+from headmax.ops.gated_delta_rule.reference import EPS, unit_length
 from headmax.ops.packing import Packing
+from headmax.ops.recompute import recomputed
 from headmax.ops.triton_common import (
     Layout,
     check_kernel_limits,
@@ -39,7 +41,7 @@ def key_products(k, first, count, head, H: tl.constexpr, K: tl.constexpr, C: tl.
 
 
 @triton.jit
-def unit_lower_inverse(lower, C: tl.constexpr):
+def unit_lower_inverse(lower, C: tl.constexpr, PRECISION: tl.constexpr):
     """(I + lower)^-1 of a strictly lower [C, C] tile: its 16 x 16 diagonal blocks by substitution, all at once; then, with D the inverse
     of the block diagonal and N = D (what lies below it), (I + N)^-1 D = (I - N)(I + N^2) D, exact since N^4 = 0 for four blocks.
     """
@@ -55,9 +57,9 @@ def unit_lower_inverse(lower, C: tl.constexpr):
     solved += tl.where(small[None, :, None] == small[None, None, :], 1.0, 0.0)
     blocks = tl.reshape(tl.broadcast_to(solved[:, :, None, :], (4, 16, 4, 16)), (C, C))
     blocks = tl.where(same, blocks, 0.0)
-    below = tl.dot(blocks, tl.where(same, 0.0, lower), input_precision="tf32x3")
-    inverse = blocks + tl.dot(below, tl.dot(below, blocks, input_precision="tf32x3"), input_precision="tf32x3")
-    return inverse - tl.dot(below, inverse, input_precision="tf32x3")
+    below = tl.dot(blocks, tl.where(same, 0.0, lower), input_precision=PRECISION)
+    inverse = blocks + tl.dot(below, tl.dot(below, blocks, input_precision=PRECISION), input_precision=PRECISION)
+    return inverse - tl.dot(below, inverse, input_precision=PRECISION)
 
 
 @triton.jit
@@ -73,7 +75,7 @@ def delta_writes_kernel(
     d, from_start, to_end, whole = decay_matrix(log_decay, first, count, head, H, C, DECAY)
     strength = row_values(beta, first, count, head, H, C, True)
     lower = key_products(k, first, count, head, H, K, C, BK, PRECISION) * d * strength[:, None]
-    t_i = unit_lower_inverse(tl.where(rows[:, None] > rows[None, :], lower, 0.0), C).to(inverse.dtype.element_ty)
+    t_i = unit_lower_inverse(tl.where(rows[:, None] > rows[None, :], lower, 0.0), C, PRECISION).to(inverse.dtype.element_ty)
     p_i, in_i = tile(inverse, first, count, head, 0, H, C, C, C)
     tl.store(p_i, t_i, mask=in_i)
     for k_start in range(0, K, BK):
@@ -332,13 +334,19 @@ def _gradient(ctx, d_o, d_final):
 _forward.register_autograd(_gradient, setup_context=_save)
 
 
+def plain_unit_length(x: Tensor) -> Tensor:
+    """For a compiler to fuse."""
+    return unit_length(x.float()).to(x.dtype)
+
+
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, normalize_qk: bool, read_gate: Tensor | None,
     write_gate: Tensor | None, scale: float, initial_state: Tensor | None, packing: Packing | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     check_kernel_limits(q, v)
     if normalize_qk:
-        q, k = (unit_length(x.float()).to(x.dtype) for x in (q, k))
+        compiling = torch.compiler.is_compiling()
+        q, k = (recomputed(plain_unit_length, x) if compiling else triton_unit.unit_length(x, EPS) for x in (q, k))
     groups = v.shape[2] // q.shape[2]
     if groups > 1:
         q, k = q.repeat_interleave(groups, dim=2), k.repeat_interleave(groups, dim=2)

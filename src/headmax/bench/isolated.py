@@ -1,0 +1,46 @@
+"""A measurement in a process of its own, with a time limit: a peer that tunes for minutes, or crashes, takes nothing with it."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from headmax.records import Record
+
+
+def _work(measure: Callable[..., Iterable[Record]], arguments: tuple[Any, ...], path: str, environment: Mapping[str, str]) -> None:
+    os.environ.update(environment)
+    with open(path, "a") as file:
+        for record in measure(*arguments):
+            file.write(json.dumps(asdict(record)) + "\n")
+            file.flush()
+
+
+def isolated(
+    measure: Callable[..., Iterable[Record]],
+    *arguments: Any,
+    limit: float,
+    say: Callable[[str], None],
+    environment: Mapping[str, str] | None = None,
+) -> list[Record]:
+    """All records `measure(*arguments)` yields within `limit` seconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "records.jsonl")
+        path.touch()
+        work = (measure, arguments, str(path), environment or {})
+        process = multiprocessing.get_context("spawn").Process(target=_work, args=work)
+        process.start()
+        process.join(limit)
+        if process.is_alive():
+            say(f"{arguments}: stopped after {limit:.0f} s")
+            process.kill()
+            process.join()
+        elif process.exitcode:
+            say(f"{arguments}: failed, see above")
+        return [Record(**json.loads(line)) for line in path.read_text().splitlines()]

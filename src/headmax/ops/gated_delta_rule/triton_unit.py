@@ -1,0 +1,81 @@
+"""Queries and keys scaled to unit length in Triton. For eager use; a compiled model fuses the plain form into what makes them."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ROWS = 32
+"""Heads of tokens in a program's tile."""
+
+
+@triton.jit
+def unit_length_kernel(x, y, rows_in_all, eps, K: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr):
+    """y = x / sqrt(Σ x^2 + eps), row by row."""
+    rows, columns = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, BK)
+    inside = (rows[:, None] < rows_in_all) & (columns[None, :] < K)
+    t_x = tl.load(x + rows[:, None] * K + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+    length = tl.sqrt(tl.sum(t_x * t_x, 1) + eps)
+    tl.store(y + rows[:, None] * K + columns[None, :], (t_x / length[:, None]).to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def unit_length_gradient_kernel(x, d_y, d_x, rows_in_all, eps, K: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr):
+    """d_x = (d_y - y <y, d_y>) / sqrt(Σ x^2 + eps)"""
+    rows, columns = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, BK)
+    at, inside = rows[:, None] * K + columns[None, :], (rows[:, None] < rows_in_all) & (columns[None, :] < K)
+    t_x = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    t_d = tl.load(d_y + at, mask=inside, other=0.0).to(tl.float32)
+    scale = 1 / tl.sqrt(tl.sum(t_x * t_x, 1) + eps)
+    unit = t_x * scale[:, None]
+    gradient = (t_d - unit * tl.sum(unit * t_d, 1)[:, None]) * scale[:, None]
+    tl.store(d_x + at, gradient.to(d_x.dtype.element_ty), mask=inside)
+
+
+def _launch(kernel, *tensors: Tensor, eps: float) -> None:
+    width = tensors[0].shape[-1]
+    rows = tensors[0].numel() // width
+    kernel[(triton.cdiv(rows, ROWS),)](*tensors, rows, eps, K=width, BR=ROWS, BK=triton.next_power_of_2(width))
+
+
+@torch.library.custom_op("headmax::unit_length", mutates_args=())
+def _forward(x: Tensor, eps: float) -> Tensor:
+    y = torch.empty_like(x)
+    _launch(unit_length_kernel, x, y, eps=eps)
+    return y
+
+
+@_forward.register_fake
+def _(x, eps):
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("headmax::unit_length_backward", mutates_args=())
+def _backward(d_y: Tensor, x: Tensor, eps: float) -> Tensor:
+    d_x = torch.empty_like(x)
+    _launch(unit_length_gradient_kernel, x, d_y.contiguous(), d_x, eps=eps)
+    return d_x
+
+
+@_backward.register_fake
+def _(d_y, x, eps):
+    return torch.empty_like(x)
+
+
+def _save(ctx, inputs, output) -> None:
+    x, ctx.eps = inputs
+    ctx.save_for_backward(x)
+
+
+def _gradient(ctx, d_y):
+    return _backward(d_y, *ctx.saved_tensors, ctx.eps), None
+
+
+_forward.register_autograd(_gradient, setup_context=_save)
+
+
+def unit_length(x: Tensor, eps: float) -> Tensor:
+    """x / sqrt(Σ x^2 + eps) over the last axis, computed in float32."""
+    return _forward(x.contiguous(), eps)

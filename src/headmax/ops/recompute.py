@@ -1,0 +1,16 @@
+"""Cheap work that a compiled backward pass does over again, so that its result need not be kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+
+def recomputed(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """function(*tensors), elementwise or nearly so. Only a compiled graph computes it again; eagerly its consumer keeps it anyway."""
+    if torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled() and not torch.compiler.is_exporting():
+        return checkpoint(function, *tensors, use_reentrant=False, preserve_rng_state=False)
+    return function(*tensors)

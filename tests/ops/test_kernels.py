@@ -1,0 +1,184 @@
+"""What the kernels promise beyond agreement with the oracle."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from headmax.ops import registry
+from headmax.ops.spec import Case
+
+from .oracle import SPECS, distance, run
+
+pytest.importorskip("triton")
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+here = pytest.mark.gpu if GPU else lambda test: test  # interpreted where there is no GPU
+BOTH = Case(batch=2, time=150, heads=2, key=20, value=24, gates="both", initial_state=True)
+
+
+def inputs_of(name: str, case: Case, dtype: torch.dtype = torch.float32) -> dict:
+    return SPECS[name].inputs(case, dtype, DEVICE)
+
+
+@here
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("lengths", [None, (70, 230)], ids=["rows", "packed"])
+def test_segments_of_a_long_sequence_change_nothing(name: str, lengths: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from headmax.ops import triton_common, triton_decayed
+
+    case = Case(time=300, heads=1, key=20, value=24, gates="both", initial_state=True, lengths=lengths)
+    inputs = inputs_of(name, case)
+    whole = run(SPECS[name], inputs, "triton")
+    monkeypatch.setattr(triton_common, "MIN_SEGMENT", 1)
+    monkeypatch.setattr(triton_decayed, "processors", lambda device: 6)
+    cut = run(SPECS[name], inputs, "triton")
+    for key, x in cut.items():
+        assert distance(x, whole[key]) <= 1e-5, key
+
+
+@here
+def test_long_chunks_of_a_scalar_decay() -> None:
+    """Two-byte inputs with a scalar decay are cut into chunks twice as long; float16 is what the interpreter can multiply."""
+    for decay in ("none", "head", "soft", "mixed"):
+        case = Case(batch=2, time=300, heads=2, key=20, value=24, gates="both", initial_state=True, decay=decay)
+        inputs = inputs_of("linear_attention", case, torch.float16)
+        expected = SPECS["linear_attention"].oracle(inputs)
+        for key, x in run(SPECS["linear_attention"], inputs, "triton").items():
+            assert distance(x, expected[key]) <= 1e-2, (decay, key)
+
+
+@here
+def test_keys_that_resemble_each_other_are_still_told_apart() -> None:
+    """The triangular inverse at its worst: equal keys, full strength, no decay."""
+    inputs = inputs_of("gated_delta_rule", Case(time=130, heads=1, key=20, value=24, normalize=False))
+    inputs["k"] = torch.nn.functional.normalize(inputs["k"][:, :1].expand_as(inputs["k"]) + 1e-3 * inputs["k"], dim=-1)
+    inputs["beta"] = torch.ones_like(inputs["beta"])
+    inputs["log_decay"] = torch.zeros_like(inputs["log_decay"])
+    spec = SPECS["gated_delta_rule"]
+    expected = spec.oracle(inputs)
+    for key, x in run(spec, inputs, "triton").items():
+        assert distance(x, expected[key]) <= 1e-3, key
+
+
+@here
+@pytest.mark.parametrize("name", SPECS)
+def test_outputs_are_written_everywhere(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is poisoned with NaN before the kernels run; nothing of it may show."""
+    empty, empty_like, new_empty = torch.empty, torch.empty_like, torch.Tensor.new_empty
+
+    def poisoned(make):  # type: ignore[no-untyped-def]
+        def made(*args, **kwargs):  # type: ignore[no-untyped-def]
+            x = make(*args, **kwargs)
+            return x.fill_(float("nan")) if x.is_floating_point() and not x.is_meta else x
+
+        return made
+
+    inputs = inputs_of(name, BOTH)
+    clean = run(SPECS[name], inputs, "triton")
+    monkeypatch.setattr(torch, "empty", poisoned(empty))
+    monkeypatch.setattr(torch, "empty_like", poisoned(empty_like))
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(new_empty))
+    for key, x in run(SPECS[name], inputs, "triton").items():
+        assert torch.equal(x, clean[key]), key
+
+
+@here
+@pytest.mark.parametrize("name", SPECS)
+def test_non_contiguous_inputs(name: str) -> None:
+    inputs = inputs_of(name, BOTH)
+    strided = {key: x.transpose(0, -1).contiguous().transpose(0, -1) if torch.is_tensor(x) else x for key, x in inputs.items()}
+    assert not strided["q"].is_contiguous()
+    straight = run(SPECS[name], inputs, "triton")
+    for key, x in run(SPECS[name], strided, "triton").items():
+        assert torch.equal(x, straight[key]), key
+
+
+@here
+@pytest.mark.parametrize("name", SPECS)
+def test_repeated_runs_are_bit_identical(name: str) -> None:
+    """Forward and backward: no kernel adds with atomics."""
+    inputs = inputs_of(name, BOTH)
+    first = run(SPECS[name], inputs, "triton")
+    for key, x in run(SPECS[name], inputs, "triton").items():
+        assert torch.equal(x, first[key]), key
+
+
+@here
+@pytest.mark.parametrize("name", SPECS)
+def test_gates_save_nothing_but_themselves(name: str) -> None:
+    def saved(case: Case) -> int:
+        inputs = {key: x.requires_grad_() if torch.is_tensor(x) else x for key, x in inputs_of(name, case).items()}
+        kept: dict[int, int] = {}
+
+        def pack(x: torch.Tensor) -> torch.Tensor:
+            kept[x.data_ptr()] = x.numel() * x.element_size()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            SPECS[name].function(**inputs, backend="triton")
+        return sum(kept.values())
+
+    plain, gated = (saved(Case(batch=2, time=150, heads=2, key=20, value=24, gates=gates)) for gates in ("", "both"))
+    assert gated - plain == 2 * 4 * 2 * 150 * 2
+
+
+@here
+@pytest.mark.parametrize("name", SPECS)
+def test_compiled_and_eager_agree_without_a_graph_break(name: str) -> None:
+    inputs = inputs_of(name, BOTH)
+    spec = SPECS[name]
+
+    def call(**x):  # type: ignore[no-untyped-def]
+        return spec.function(**x, return_state=True, backend="triton")
+
+    eager, compiled = spec.evaluate(inputs, call), spec.evaluate(inputs, torch.compile(call, fullgraph=True))
+    for key, x in compiled.items():
+        assert distance(x, eager[key]) <= 1e-6, key
+
+
+@here
+@pytest.mark.parametrize("name", SPECS)
+def test_operators_are_registered_properly(name: str) -> None:
+    """Schema, fake implementation and autograd registration, by PyTorch's own check."""
+    from headmax.ops import triton_decayed
+    from headmax.ops.gated_delta_rule import triton_chunk
+
+    x = {key: y.requires_grad_() if torch.is_tensor(y) else y for key, y in inputs_of(name, BOTH).items()}
+    gates = (x["read_gate"], x["write_gate"], 0.3, x["initial_state"], None, None)
+    if name == "gated_delta_rule":
+        op, arguments = triton_chunk._forward, (x["q"], x["k"], x["v"], x["log_decay"], x["beta"], *gates)
+    else:
+        op, arguments = triton_decayed._forward, (x["q"], x["k"], x["v"], x["log_decay"], *gates)
+    torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
+
+
+def test_inputs_beyond_the_kernels_are_refused_by_name_and_passed_over_by_auto() -> None:
+    inputs = SPECS["gla"].inputs(Case(time=5, key=300, value=8))
+    with pytest.raises(ValueError, match=r"at most 256 .key. and 512 .value. wide, got 300 and 8; use .chunkwise."):
+        SPECS["gla"].function(**inputs, backend="triton")
+    registry.select("gla", "auto", "cuda", "too wide")
+
+
+def test_auto_says_why_a_gpu_goes_without_kernels(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(registry, "_announced", set())
+    monkeypatch.setattr(registry.importlib.util, "find_spec", lambda name: None)
+    assert registry._choose("gla", "auto", "cuda", None) == "chunkwise"
+    assert "'triton' is passed over: triton is not installed" in caplog.text
+
+
+@pytest.mark.parametrize("capability", [80, 89])
+def test_kernels_fit_other_cards(capability: int) -> None:
+    """Compiled for cards that are not here: 163 KiB and 99 KiB of shared memory."""
+    done = subprocess.run(
+        [sys.executable, "-m", "headmax.bench.fit", str(capability)], env=no_interpreter(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert done.stdout.count("KiB") >= 30
+
+
+def no_interpreter() -> dict[str, str]:
+    import os
+
+    return {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
