@@ -342,6 +342,7 @@ def test_call_errors() -> None:
         HeadmaxCache(1).layers[0].crop(-1)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks, at a block's input
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["softmax-gla-tiny", "softmax-retnet-tiny", "softmax-gdn-tiny", "transformer-tiny"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
@@ -367,6 +368,7 @@ def test_a_model_on_the_gpu_computes_what_it_does_on_the_cpu(name: str, compiled
         assert abs(model(ids.cuda(), labels=ids.cuda()).loss.item() - expected.item()) <= 1e-2
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks, at a block's input
 def test_blocks_compiled_one_by_one_share_a_graph_and_agree() -> None:
     torch.manual_seed(0)
     model = HeadmaxForCausalLM(recipes.get("softmax-gla-tiny").model).train()
