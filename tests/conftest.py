@@ -1,3 +1,4 @@
+import importlib.util
 import os
 
 import torch
@@ -5,6 +6,10 @@ from hypothesis import settings
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # kernels run on the CPU; Triton reads this when it is first imported
+    if importlib.util.find_spec("triton") is not None:
+        from tests.interpreter import round_like_a_gpu
+
+        round_like_a_gpu()
 
 torch.set_num_threads(2)
 settings.register_profile("default", deadline=None, derandomize=True, max_examples=25)

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from headmax import records
 from headmax.demo import recall as demo
@@ -14,7 +15,7 @@ def headmax(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-m", "headmax", *arguments], capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("command", [[], ["recipes"], ["demo"], ["bench"], ["bench", "kernels"]])
+@pytest.mark.parametrize("command", [[], ["recipes"], ["demo"], ["bench"], ["bench", "kernels"], ["bench", "train"], ["bench", "tune"]])
 def test_every_command_has_help(command: list[str]) -> None:
     done = headmax(*command, "--help")
     assert done.returncode == 0, done.stderr
@@ -98,3 +99,20 @@ def test_kernel_benchmark_checks_before_it_times(tmp_path: Path) -> None:
     assert ("hf", "gated_delta_rule/error") in metrics
     for op in ("linear_attention", "gla", "gated_delta_rule"):
         assert {("headmax", f"{op}/{metric}") for metric in ("error", "forward+backward", "time per token")} <= metrics
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["bench", "train", "--recipe", "softmax-gla-340n"], "unknown recipe 'softmax-gla-340n'; did you mean"),
+        (["bench", "train"], "--device cuda: this machine has cpu"),
+        (["bench", "tune"], "--device cuda: this machine has cpu"),
+        (["bench", "kernels", "--batch", "0"], "--batch must be at least 1, got 0"),
+    ],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says that there is no GPU")
+def test_benchmarks_refuse_bad_input_in_one_line(arguments: list[str], said: str) -> None:
+    done = headmax(*arguments)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1

@@ -377,7 +377,7 @@ def test_blocks_compiled_one_by_one_share_a_graph_and_agree() -> None:
     expected = torch.autograd.grad(eager, list(model.parameters()))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model.model.compile_blocks()
+    model.model.compile_blocks(backend="aot_eager")
     loss = model(ids, labels=ids).loss
     actual = torch.autograd.grad(loss, list(model.parameters()))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

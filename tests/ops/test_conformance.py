@@ -32,34 +32,60 @@ INTERPRETED = [
     pytest.param(name, case, id=f"{name}-{case}")
     for name, spec in SPECS.items()
     for case in spec.cases
-    if case.time <= 151 and case.key <= 96 and case.gates in ("", "both")
+    if case.time <= 151 and case.key <= 96 and case.gates in ("", "both", "read")
 ]
 
 
-def check(name: str, case: Case, dtype: torch.dtype, device: str, bounds: dict[str, float]) -> None:
+def moved(name: str, case: Case, dtype: torch.dtype, device: str) -> dict[str, float]:
+    """How far the exact results move when every input moves by less than one rounding of `dtype`: what no kernel can do better than.
+
+    A sum that nearly cancels, such as the gradient of a decay, may move further than any fixed bound.
+    """
+    spec, generator = SPECS[name], torch.Generator().manual_seed(2)
+    inputs = spec.inputs(case, dtype, device)
+    step = torch.finfo(dtype).eps / 2
+    nudged = {
+        key: x.double() * (1 + step * (2 * torch.rand(x.shape, generator=generator).to(device) - 1)) if torch.is_tensor(x) else x
+        for key, x in inputs.items()
+    }
+    exact, other = spec.oracle(inputs), spec.oracle(nudged)
+    return {key: distance(other[key], x) for key, x in exact.items()}
+
+
+def check(name: str, case: Case, dtype: torch.dtype, device: str) -> None:
     spec = SPECS[name]
     inputs = spec.inputs(case, dtype, device)
     expected = oracle(name, case, dtype) if device == "cpu" else spec.oracle(inputs)
-    for key, x in run(spec, inputs, "triton").items():
-        bound = bounds["backward" if key.startswith("d_") else "forward"]
-        assert distance(x, expected[key]) <= bound, f"{key}: {distance(x, expected[key]):.2e} > {bound}"
+    errors = {key: distance(x, expected[key]) for key, x in run(spec, inputs, "triton").items()}
+    bounds = BOUNDS.get(dtype, BOUNDS[torch.bfloat16])
+    limits = {key: bounds["backward" if key.startswith("d_") else "forward"] for key in errors}
+    over = [key for key, error in errors.items() if not error <= limits[key]]
+    if over and dtype != torch.float32:
+        least = moved(name, case, dtype, device)
+        over = [key for key in over if not errors[key] <= 2 * least[key]]
+    assert not over, "; ".join(f"{key}: {errors[key]:.2e} > {limits[key]}" for key in over)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU; test_triton_on_the_gpu covers one")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize(("name", "case"), INTERPRETED)
-def test_triton_kernels_under_the_interpreter(name: str, case: Case) -> None:
-    """Float32, and float16 for the cast inside; the interpreter cannot multiply bfloat16."""
+def test_triton_kernels_under_the_interpreter(name: str, case: Case, dtype: torch.dtype) -> None:
+    """With the roundings of a GPU's matrix units, see tests/interpreter.py."""
     pytest.importorskip("triton")
-    check(name, case, torch.float32, "cpu", BOUNDS[torch.float32])
-    if case.time < 100:
-        check(name, case, torch.float16, "cpu", BOUNDS[torch.bfloat16])
+    check(name, case, dtype, "cpu")
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_triton_kernels_in_float16(name: str) -> None:
+    pytest.importorskip("triton")
+    check(name, SPECS[name].cases[1], torch.float16, "cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize(("name", "case"), [case for case in CASES if case.values[1].key <= 256])
 def test_triton_on_the_gpu(name: str, case: Case, dtype: torch.dtype) -> None:
-    check(name, case, dtype, "cuda", BOUNDS.get(dtype, BOUNDS[torch.bfloat16]))
+    check(name, case, dtype, "cuda")
 
 
 @pytest.mark.parametrize("name", SPECS)

@@ -48,8 +48,8 @@ CANDIDATES: dict[str, dict[str, tuple[str, list[Tiles]]]] = {
     },
     "gated_delta_rule": {
         "delta_writes_kernel": ("delta_writes", SMALL),
-        "delta_states_kernel": ("delta_scan", WHOLE),
-        "delta_state_gradients_kernel": ("delta_scan_back", WHOLE),
+        "delta_scan_kernel": ("delta_scan", WHOLE),
+        "delta_scan_back_kernel": ("delta_scan_back", WHOLE),
         "delta_write_gradients_kernel": ("delta_write_gradients", SMALL),
     },
 }

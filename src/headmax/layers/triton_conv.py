@@ -12,18 +12,20 @@ TOKENS, CHANNELS = 64, 64
 
 
 @triton.jit
-def taps(x, weight, before, batch, start, channels, T, D, W: tl.constexpr, BT: tl.constexpr, PACKED: tl.constexpr, SHIFT: tl.constexpr):
+def taps(
+    x, weight, before, batch, start, channels, T, D,
+    W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, PACKED: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
     """Σ_i weight_i x_{t + SHIFT - W + 1 + i}: the sum the silu is taken of, for BT tokens from `start` + SHIFT on."""
     rows = start + SHIFT + tl.arange(0, BT)
-    total = tl.zeros([BT, channels.shape[0]], tl.float32)
+    total = tl.zeros([BT, BD], tl.float32)
     if PACKED:
         seen = tl.load(before + rows, mask=(rows >= 0) & (rows < T), other=0)
     for i in tl.static_range(W):
-        back: tl.constexpr = W - 1 - i
-        at = rows - back
+        at = rows - (W - 1 - i)
         inside = (at >= 0) & (rows < T)
         if PACKED:
-            inside = inside & (seen >= back)
+            inside = inside & (seen >= W - 1 - i)
         t_x = tl.load(x + (batch * T + at[:, None]) * D + channels[None, :], mask=inside[:, None] & (channels[None, :] < D), other=0.0)
         total += t_x.to(tl.float32) * tl.load(weight + channels * W + i, mask=channels < D, other=0.0).to(tl.float32)[None, :]
     return total
@@ -36,7 +38,7 @@ def short_conv_kernel(
     """y_t = silu(Σ_i weight_i x_{t-W+1+i}) for a tile of tokens and channels."""
     channels, batch = tl.program_id(0) * BD + tl.arange(0, BD), tl.program_id(2).to(tl.int64)
     start = tl.program_id(1) * BT
-    total = taps(x, weight, before, batch, start, channels, T, D, W, BT, PACKED, 0)
+    total = taps(x, weight, before, batch, start, channels, T, D, W, BT, BD, PACKED, 0)
     rows = start + tl.arange(0, BT)
     inside = (rows[:, None] < T) & (channels[None, :] < D)
     tl.store(y + (batch * T + rows[:, None]) * D + channels[None, :], (total * tl.sigmoid(total)).to(y.dtype.element_ty), mask=inside)
@@ -53,7 +55,7 @@ def short_conv_gradients_kernel(
     in_channels = channels < D
     gradient = tl.zeros([BT, BD], tl.float32)
     for back in tl.static_range(W):  # the token `back` further on, whose tap W - 1 - back is this one
-        total = taps(x, weight, before, batch, start, channels, T, D, W, BT, PACKED, back)
+        total = taps(x, weight, before, batch, start, channels, T, D, W, BT, BD, PACKED, back)
         ahead = rows + back
         inside = ahead < T
         t_y = tl.load(d_y + (batch * T + ahead[:, None]) * D + channels[None, :], mask=inside[:, None] & in_channels[None, :], other=0.0)

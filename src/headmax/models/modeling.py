@@ -185,10 +185,10 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
             gates=tuple(gates) if return_gates else None,
         )
 
-    def compile_blocks(self) -> None:
+    def compile_blocks(self, backend: str = "inductor") -> None:
         """Compiles block by block: the blocks share their code, so one compilation serves all layers, and none holds a graph break."""
         for block in self.layers:
-            block.compile(fullgraph=True)
+            block.compile(fullgraph=True, backend=backend)
 
     def _masks(self, x: Tensor, past: int, attention_mask: Tensor | None, packing: Packing | None) -> tuple[Tensor | None, Tensor | None]:
         """The padding of these tokens [batch, time] for recurrent layers, and the mask of attention layers."""

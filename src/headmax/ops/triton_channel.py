@@ -14,16 +14,29 @@ import triton.language as tl
 
 
 @triton.jit
-def running_sum(x, triangle):
-    """triangle @ x for a triangle of ones: sums down the rows, by the matrix units, in two parts that together keep 21 bits."""
-    high = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
-    return tl.dot(triangle, x - high, tl.dot(triangle, high, input_precision="tf32"), input_precision="tf32")
+def high_part(x):
+    """The leading 11 bits of float32 numbers, which the matrix units take exactly."""
+    return (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def running_sum(x, triangle, PRECISION: tl.constexpr):
+    """triangle @ x for a triangle of ones: sums down the rows, by the matrix units, in parts that keep 22 bits, for float32 inputs all."""
+    high = high_part(x)
+    sums = tl.dot(triangle, high, input_precision="tf32")
+    rest = x - high
+    if PRECISION == "tf32x3":
+        middle = high_part(rest)
+        sums = tl.dot(triangle, middle, sums, input_precision="tf32")
+        rest -= middle
+    return tl.dot(triangle, rest, sums, input_precision="tf32")
 
 
 @triton.jit
 def channel_decays(
-    log_decay, first, count, head, k_start, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, EXACT: tl.constexpr
-):
+    log_decay, first, count, head, k_start, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, EXACT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
     """The steps of a chunk [C, BK]; what its tokens read and write through [C, BK]; log-decay of the chunk and its `half` [BK]."""
     rows, columns = tl.arange(0, C), k_start + tl.arange(0, BK)
     pointers = log_decay + ((first + rows[:, None]) * H + head) * K + columns[None, :]
@@ -36,7 +49,7 @@ def channel_decays(
         reads, writes = tl.exp(tl.cumsum(step, 0)), tl.exp(tl.cumsum(later, 0, reverse=True))
     else:
         half = 0.5 * whole
-        offset = running_sum(step, tl.where(rows[:, None] >= rows[None, :], 1.0, 0.0)) - half[None, :]
+        offset = running_sum(step, tl.where(rows[:, None] >= rows[None, :], 1.0, 0.0), PRECISION) - half[None, :]
         reads, writes = tl.exp(tl.minimum(offset, 40.0)), tl.exp(tl.minimum(-offset, 40.0))
     return step, reads, writes, whole, half
 

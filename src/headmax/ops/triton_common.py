@@ -83,6 +83,15 @@ def sequence_span(sequence, table, starts, T, C: tl.constexpr, PACKED: tl.conste
 
 
 @triton.jit
+def segment_span(run, segments, table, starts, T, C: tl.constexpr, PACKED: tl.constexpr):
+    """First chunk, number of chunks and first token of a segment, and the end token of its sequence; `run` counts all segments."""
+    first_chunk, chunks, token, end = sequence_span(run // segments, table, starts, T, C, PACKED)
+    span = tl.cdiv(chunks, segments)
+    low = (run % segments) * span
+    return first_chunk + low, tl.maximum(tl.minimum(span, chunks - low), 0), token + low.to(tl.int64) * C, end
+
+
+@triton.jit
 def decay_sums(log_decay, first, count, head, H: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr):
     """The running sum b [C] in float64 and its last value; empty slots add nothing."""
     rows = tl.arange(0, C)

@@ -34,7 +34,7 @@ from headmax.ops.triton_common import (
     decay_matrix,
     dot_precision,
     row_values,
-    sequence_span,
+    segment_span,
     state_tile,
     tile,
 )
@@ -67,7 +67,9 @@ def prepare_kernel(
         t_q, t_k = tl.load(p_q, mask=inside, other=0.0), tl.load(p_k, mask=inside, other=0.0)
         gated_q, gated_k = t_q.to(tl.float32) * read, t_k.to(tl.float32) * write
         if DECAY == "channel":
-            step, reads, writes, all_of_it, half_of_it = channel_decays(log_decay, first, count, head, k_start, H, K, C, BK, EXACT)
+            step, reads, writes, all_of_it, half_of_it = channel_decays(
+                log_decay, first, count, head, k_start, H, K, C, BK, EXACT, PRECISION
+            )
             if EXACT:
                 sums += exact_scores(gated_q, gated_k, step, count, C, BK)
             gated_q *= reads
@@ -79,7 +81,7 @@ def prepare_kernel(
             tl.store(whole + index * K + columns, all_of_it, mask=columns < K)
             tl.store(half + index * K + columns, half_of_it, mask=columns < K)
         else:
-            sums += tl.dot(gated_q.to(t_q.dtype), tl.trans(gated_k.to(t_k.dtype)), input_precision=PRECISION)
+            sums += tl.dot(t_q, tl.trans(t_k), input_precision=PRECISION)
             gated_q *= from_start[:, None]
             gated_k *= to_end[:, None]
         p_r, in_r = tile(reading, first, count, head, k_start, H, K, C, BK)
@@ -91,7 +93,7 @@ def prepare_kernel(
         if not EXACT:
             tl.store(mild + index, all_mild)
     else:
-        sums *= d
+        sums *= d * read * tl.trans(write)
     p_a, in_a = tile(scores, first, count, head, 0, H, C, C, C)
     tl.store(p_a, sums.to(scores.dtype.element_ty), mask=in_a)
 
@@ -128,11 +130,7 @@ def scan_kernel(
     """
     k_start, v_start = tl.program_id(0) * BK, tl.program_id(1) * BV
     run, head = tl.program_id(2) // H, tl.program_id(2) % H
-    sequence, segment = run // segments, run % segments
-    first_chunk, chunks, token, end = sequence_span(sequence, table, starts, T, C, PACKED)
-    span = tl.cdiv(chunks, segments)
-    low = segment * span
-    mine = tl.maximum(tl.minimum(span, chunks - low), 0)
+    first_chunk, chunks, token, end = segment_span(run, segments, table, starts, T, C, PACKED)
     place = run.to(tl.int64) * H + head
     state = tl.zeros([BK, BV], tl.float32)
     if HAS_INITIAL:
@@ -142,12 +140,12 @@ def scan_kernel(
         total = tl.zeros([BK], tl.float32)
     else:
         total = 0.0
-    for i in range(mine):
+    for i in range(chunks):
         if REVERSE:
-            n = low + mine - 1 - i
+            n = chunks - 1 - i
         else:
-            n = low + i
-        at = token + n.to(tl.int64) * C
+            n = i
+        at = token + n * C
         count = tl.minimum(C, end - at).to(tl.int32)
         index = (first_chunk + n).to(tl.int64) * H + head
         p_k, in_k = tile(keys, at, count, head, k_start, H, K, C, BK)
@@ -260,15 +258,13 @@ def query_key_gradients_kernel(
         g_k += tl.dot(t_v, tl.trans(t_d), input_precision=PRECISION)
         if DECAY_GRADIENT:
             kept += tl.sum(t_s.to(tl.float32) * t_d.to(tl.float32), 1)
-    # g_q and g_k are gradients of what q and k were when the scores were taken; a decay's gradient is a difference of the two, in which
-    # the scores' share cancels only if the very same rounded factors stand in both
     read = row_values(read_gate, first, count, head, H, C, READ)[:, None] * scale
     write = row_values(write_gate, first, count, head, H, C, WRITE)[:, None]
     p_q, inside = tile(q, first, count, head, k_start, H, K, C, BK)
     p_k, in_k = tile(k, first, count, head, k_start, H, K, C, BK)
     t_q, t_k = tl.load(p_q, mask=inside, other=0.0), tl.load(p_k, mask=inside, other=0.0)
     if DECAY == "channel":
-        step, reads, writes, whole, half = channel_decays(log_decay, first, count, head, k_start, H, K, C, BK, EXACT)
+        step, reads, writes, whole, half = channel_decays(log_decay, first, count, head, k_start, H, K, C, BK, EXACT, PRECISION)
         p_r, in_r = tile(reading, first, count, head, k_start, H, K, C, BK)
         p_w, in_w = tile(writing, first, count, head, k_start, H, K, C, BK)
         as_read, as_written = tl.load(p_r, mask=inside, other=0.0), tl.load(p_w, mask=inside, other=0.0)
@@ -279,7 +275,7 @@ def query_key_gradients_kernel(
             more_q, more_k = exact_score_gradients(scores, gated_q, gated_k, step, count, C, BK)
             each = g_q * as_read.to(tl.float32) - g_k * as_written.to(tl.float32) + more_q * gated_q - more_k * gated_k
             g_q, g_k = g_q * reads + more_q, g_k * writes + more_k
-        else:
+        else:  # in `each` the scores' share nearly cancels, which needs the very same rounded factors in both its terms
             rounded = scores.to(as_read.dtype)
             g_q += tl.dot(rounded, as_written, input_precision=PRECISION)
             g_k += tl.dot(tl.trans(rounded), as_read, input_precision=PRECISION)
@@ -289,21 +285,21 @@ def query_key_gradients_kernel(
         if DECAY_GRADIENT:
             after = tl.where(rows[:, None] <= rows[None, :], 1.0, 0.0)
             p_g, in_g = tile(d_decay, first, count, head, k_start, H, K, C, BK)
-            tl.store(p_g, running_sum(each, after) + leaves[None, :], mask=inside)
+            tl.store(p_g, running_sum(each, after, PRECISION) + leaves[None, :], mask=inside)
     else:
         d, from_start, to_end, total = decay_matrix(log_decay, first, count, head, H, C, DECAY)
-        as_read, as_written = (t_q.to(tl.float32) * read).to(t_q.dtype), (t_k.to(tl.float32) * write).to(t_k.dtype)
-        rounded = (scores * d).to(t_q.dtype)
+        scores *= d
+        g_q *= from_start[:, None]
         g_k *= to_end[:, None]
-        leaves = tl.exp(total) * tl.sum(kept, 0)
         if DECAY_GRADIENT:
-            leaves += tl.sum(tl.sum(g_k * as_written.to(tl.float32), 1), 0)
-        g_q = g_q * from_start[:, None] + tl.dot(rounded, as_written, input_precision=PRECISION)
-        g_k += tl.dot(tl.trans(rounded), as_read, input_precision=PRECISION)
-        if DECAY_GRADIENT:
-            moved = tl.sum(g_q * as_read.to(tl.float32) - g_k * as_written.to(tl.float32), 1)
+            # a step at t scales what tokens from t on read of the state, what those before t write to it, the state, and the scores between
+            reads, writes = tl.sum(g_q * t_q.to(tl.float32) * read, 1), tl.sum(g_k * t_k.to(tl.float32) * write, 1)
+            between = scores * tl.dot(t_q, tl.trans(t_k), input_precision=PRECISION) * read * tl.trans(write)
+            moved = tl.cumsum(reads + tl.sum(between, 1) - tl.sum(between, 0) - writes, 0, reverse=True)
             part = (k_block.to(tl.int64) * tokens + first + rows) * H + head
-            tl.store(d_decay + part, tl.cumsum(moved, 0, reverse=True) + leaves, mask=rows < count)
+            tl.store(d_decay + part, moved + tl.sum(writes, 0) + tl.exp(total) * tl.sum(kept, 0), mask=rows < count)
+        g_q += tl.dot((scores * tl.trans(write)).to(t_k.dtype), t_k, input_precision=PRECISION)
+        g_k += tl.dot(tl.trans((scores * read).to(t_q.dtype)), t_q, input_precision=PRECISION)
     p_dq, in_dq = tile(d_q, first, count, head, k_start, H, K, C, BK)
     p_dk, in_dk = tile(d_k, first, count, head, k_start, H, K, C, BK)
     tl.store(p_dq, (g_q * read).to(d_q.dtype.element_ty), mask=inside)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from headmax.ops.checks import beyond_kernels, check_device, check_recurrence, check_shape
@@ -23,6 +24,18 @@ register(
         "fla": Lazy("headmax.ops.gated_delta_rule.fla", "gated_delta_rule", needs="fla"),
     },
 )
+
+
+WIDE_DELTA = 150
+"""KiB of shared memory that the kernels need for float32 keys wider than 128: both what is erased and what is written stay on chip."""
+
+
+def too_wide_for_the_gpu(q: Tensor) -> str | None:
+    """Why the kernels cannot take these keys on this GPU, or None."""
+    if q.dtype != torch.float32 or q.shape[3] <= 128 or q.device.type != "cuda":
+        return None
+    shared = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin // 1024  # type: ignore[attr-defined]
+    return f"float32 keys wider than 128 need {WIDE_DELTA} KiB of shared memory, this GPU has {shared}" if shared < WIDE_DELTA else None
 
 
 def gated_delta_rule(
@@ -60,7 +73,7 @@ def gated_delta_rule(
     for name, x in (("log_decay", log_decay), ("beta", beta)):
         check_shape("gated_delta_rule", name, x, "batch, time, heads", v.shape[:3])
         check_device("gated_delta_rule", name, x, q)
-    run = select("gated_delta_rule", backend, q.device.type, beyond_kernels(q, v))
+    run = select("gated_delta_rule", backend, q.device.type, beyond_kernels(q, v) or too_wide_for_the_gpu(q))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     with no_autocast(q.device):
         o, state = run(q, k, v, log_decay, beta, normalize_qk, read_gate, write_gate, scale, initial_state, packing)

@@ -6,14 +6,16 @@ by substitution (a power series would cancel catastrophically where keys resembl
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from headmax.ops.gated_delta_rule import triton_unit
+from headmax.ops.gated_delta_rule import too_wide_for_the_gpu, triton_unit
 from headmax.ops.gated_delta_rule.reference import EPS, unit_length
-from headmax.ops.packing import Packing
+from headmax.ops.packing import CHUNK, Packing
 from headmax.ops.recompute import recomputed
 from headmax.ops.triton_common import (
     Layout,
@@ -21,12 +23,12 @@ from headmax.ops.triton_common import (
     chunk_span,
     decay_matrix,
     row_values,
-    sequence_span,
+    segment_span,
     state_tile,
     tile,
 )
 from headmax.ops.triton_decayed import Prepared, combine, load_decays, prepare, query_key_gradients, scaled, shape_arguments
-from headmax.ops.triton_tiles import tile_arguments
+from headmax.ops.triton_tiles import processors, tile_arguments
 
 
 @triton.jit
@@ -75,71 +77,81 @@ def delta_writes_kernel(
     d, from_start, to_end, whole = decay_matrix(log_decay, first, count, head, H, C, DECAY)
     strength = row_values(beta, first, count, head, H, C, True)
     lower = key_products(k, first, count, head, H, K, C, BK, PRECISION) * d * strength[:, None]
-    t_i = unit_lower_inverse(tl.where(rows[:, None] > rows[None, :], lower, 0.0), C, PRECISION).to(inverse.dtype.element_ty)
+    t_i = unit_lower_inverse(tl.where(rows[:, None] > rows[None, :], lower, 0.0), C, PRECISION)
     p_i, in_i = tile(inverse, first, count, head, 0, H, C, C, C)
     tl.store(p_i, t_i, mask=in_i)
     for k_start in range(0, K, BK):
         p_k, in_k = tile(k, first, count, head, k_start, H, K, C, BK)
         t_k = tl.load(p_k, mask=in_k, other=0.0).to(tl.float32) * (strength * from_start)[:, None]
         p_e, in_e = tile(erase, first, count, head, k_start, H, K, C, BK)
-        tl.store(p_e, tl.dot(t_i, t_k.to(t_i.dtype), input_precision=PRECISION).to(erase.dtype.element_ty), mask=in_k)
+        tl.store(p_e, tl.dot(t_i, t_k, input_precision=PRECISION).to(erase.dtype.element_ty), mask=in_k)
     strength *= row_values(write_gate, first, count, head, H, C, WRITE)
     for v_start in range(0, V, BV):
         p_v, in_v = tile(v, first, count, head, v_start, H, V, C, BV)
         t_v = tl.load(p_v, mask=in_v, other=0.0).to(tl.float32) * strength[:, None]
         p_f, in_f = tile(fresh, first, count, head, v_start, H, V, C, BV)
-        tl.store(p_f, tl.dot(t_i, t_v.to(t_i.dtype), input_precision=PRECISION).to(fresh.dtype.element_ty), mask=in_v)
+        tl.store(p_f, tl.dot(t_i, t_v, input_precision=PRECISION).to(fresh.dtype.element_ty), mask=in_v)
 
 
 @triton.jit
-def delta_states_kernel(
-    writing, erase, fresh, whole, initial, states, u, final, table, starts, T,
+def delta_scan_kernel(
+    writing, erase, fresh, whole, initial, states, u, final, table, starts, segments, T,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
-    HAS_INITIAL: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_INITIAL: tl.constexpr, FRESH: tl.constexpr, STORE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """u = fresh - erase S ;  S' = exp(whole) S + writing^T u, some columns of the state through a sequence."""
-    v_start, sequence, head = tl.program_id(0) * BV, tl.program_id(1) // H, tl.program_id(1) % H
-    first_chunk, chunks, token, end = sequence_span(sequence, table, starts, T, C, PACKED)
+    """u = fresh - erase S ;  S' = exp(whole) S + writing^T u, some columns of the state through a segment of a sequence.
+
+    Without FRESH nothing new is written: that takes the identity to the matrix by which the segment turns any state.
+    """
+    v_start, run, head = tl.program_id(0) * BV, tl.program_id(1) // H, tl.program_id(1) % H
+    first_chunk, chunks, token, end = segment_span(run, segments, table, starts, T, C, PACKED)
+    place = run.to(tl.int64) * H + head
     state = tl.zeros([BK, BV], tl.float32)
     if HAS_INITIAL:
-        p_initial, in_initial = state_tile(initial, (sequence * H + head).to(tl.int64), 0, v_start, K, V, BK, BV)
+        p_initial, in_initial = state_tile(initial, place, 0, v_start, K, V, BK, BV)
         state += tl.load(p_initial, mask=in_initial, other=0.0).to(tl.float32)
     for n in range(chunks):
         count = tl.minimum(C, end - token).to(tl.int32)
         index = (first_chunk + n).to(tl.int64) * H + head
-        p_s, in_s = state_tile(states, index, 0, v_start, K, V, BK, BV)
         p_w, in_w = tile(writing, token, count, head, 0, H, K, C, BK)
         p_e, in_e = tile(erase, token, count, head, 0, H, K, C, BK)
-        p_f, in_f = tile(fresh, token, count, head, v_start, H, V, C, BV)
-        p_u, in_u = tile(u, token, count, head, v_start, H, V, C, BV)
-        t_w, t_e, t_f = tl.load(p_w, mask=in_w, other=0.0), tl.load(p_e, mask=in_e, other=0.0), tl.load(p_f, mask=in_f, other=0.0)
+        t_w, t_e = tl.load(p_w, mask=in_w, other=0.0), tl.load(p_e, mask=in_e, other=0.0)
         rounded = state.to(t_w.dtype)
-        tl.store(p_s, rounded, mask=in_s)
-        t_u = (t_f.to(tl.float32) - tl.dot(t_e, rounded, input_precision=PRECISION)).to(t_w.dtype)
-        tl.store(p_u, t_u, mask=in_u)
+        new = -tl.dot(t_e, rounded, input_precision=PRECISION)
+        if FRESH:
+            p_f, in_f = tile(fresh, token, count, head, v_start, H, V, C, BV)
+            new += tl.load(p_f, mask=in_f, other=0.0).to(tl.float32)
+        t_u = new.to(t_w.dtype)
+        if STORE:
+            p_s, in_s = state_tile(states, index, 0, v_start, K, V, BK, BV)
+            p_u, in_u = tile(u, token, count, head, v_start, H, V, C, BV)
+            tl.store(p_s, rounded, mask=in_s)
+            tl.store(p_u, t_u, mask=in_u)
         state = scaled(state, load_decays(whole, index, 0, K, BK, False), False) + tl.dot(tl.trans(t_w), t_u, input_precision=PRECISION)
         token += C
-    p_final, in_final = state_tile(final, (sequence * H + head).to(tl.int64), 0, v_start, K, V, BK, BV)
+    p_final, in_final = state_tile(final, place, 0, v_start, K, V, BK, BV)
     tl.store(p_final, state, mask=in_final)
 
 
 @triton.jit
-def delta_state_gradients_kernel(
-    reading, writing, erase, d_o, whole, d_final, d_states, d_u, d_initial, table, starts, T,
+def delta_scan_back_kernel(
+    reading, writing, erase, d_o, whole, d_final, d_states, d_u, d_initial, table, starts, segments, T,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HAS_FINAL: tl.constexpr, STORE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dU += writing dS' ;  dS = exp(whole) dS' + reading^T dO - erase^T dU, backwards through a sequence."""
-    v_start, sequence, head = tl.program_id(0) * BV, tl.program_id(1) // H, tl.program_id(1) % H
-    first_chunk, chunks, token, end = sequence_span(sequence, table, starts, T, C, PACKED)
-    p_final, in_final = state_tile(d_final, (sequence * H + head).to(tl.int64), 0, v_start, K, V, BK, BV)
-    gradient = tl.load(p_final, mask=in_final, other=0.0).to(tl.float32)
+    """dU += writing dS' ;  dS = exp(whole) dS' + reading^T dO - erase^T dU, backwards through a segment of a sequence."""
+    v_start, run, head = tl.program_id(0) * BV, tl.program_id(1) // H, tl.program_id(1) % H
+    first_chunk, chunks, token, end = segment_span(run, segments, table, starts, T, C, PACKED)
+    place = run.to(tl.int64) * H + head
+    gradient = tl.zeros([BK, BV], tl.float32)
+    if HAS_FINAL:
+        p_final, in_final = state_tile(d_final, place, 0, v_start, K, V, BK, BV)
+        gradient += tl.load(p_final, mask=in_final, other=0.0).to(tl.float32)
     for i in range(chunks):
         n = chunks - 1 - i
         first = token + n * C
         count = tl.minimum(C, end - first).to(tl.int32)
         index = (first_chunk + n).to(tl.int64) * H + head
-        p_s, in_s = state_tile(d_states, index, 0, v_start, K, V, BK, BV)
         p_r, in_r = tile(reading, first, count, head, 0, H, K, C, BK)
         p_w, in_w = tile(writing, first, count, head, 0, H, K, C, BK)
         p_e, in_e = tile(erase, first, count, head, 0, H, K, C, BK)
@@ -148,14 +160,16 @@ def delta_state_gradients_kernel(
         t_r, t_w, t_e = tl.load(p_r, mask=in_r, other=0.0), tl.load(p_w, mask=in_w, other=0.0), tl.load(p_e, mask=in_e, other=0.0)
         t_o, t_u = tl.load(p_o, mask=in_o, other=0.0), tl.load(p_u, mask=in_u, other=0.0)
         rounded = gradient.to(t_w.dtype)
-        tl.store(p_s, rounded, mask=in_s)
         t_u = (t_u.to(tl.float32) + tl.dot(t_w, rounded, input_precision=PRECISION)).to(t_w.dtype)
-        tl.store(p_u, t_u, mask=in_u)
+        if STORE:
+            p_s, in_s = state_tile(d_states, index, 0, v_start, K, V, BK, BV)
+            tl.store(p_s, rounded, mask=in_s)
+            tl.store(p_u, t_u, mask=in_u)
         gradient = scaled(gradient, load_decays(whole, index, 0, K, BK, False), False) + tl.dot(
             tl.trans(t_r), t_o, input_precision=PRECISION
         )
         gradient -= tl.dot(tl.trans(t_e), t_u, input_precision=PRECISION)
-    p_initial, in_initial = state_tile(d_initial, (sequence * H + head).to(tl.int64), 0, v_start, K, V, BK, BV)
+    p_initial, in_initial = state_tile(d_initial, place, 0, v_start, K, V, BK, BV)
     tl.store(p_initial, gradient, mask=in_initial)
 
 
@@ -187,7 +201,7 @@ def delta_write_gradients_kernel(
         t_v, t_u = tl.load(p_v, mask=in_v, other=0.0), tl.load(p_u, mask=in_v, other=0.0)
         strong = (t_v.to(tl.float32) * (strength * write)[:, None]).to(t_v.dtype)
         d_inverse += tl.dot(t_u, tl.trans(strong), input_precision=PRECISION)
-        g_v = tl.dot(back, t_u, input_precision=PRECISION)
+        g_v = tl.dot(back, t_u.to(tl.float32), input_precision=PRECISION)
         p_dv, in_dv = tile(d_v, first, count, head, v_start, H, V, C, BV)
         tl.store(p_dv, (g_v * (strength * write)[:, None]).to(d_v.dtype.element_ty), mask=in_v)
         along = tl.sum(g_v * t_v.to(tl.float32), 1)
@@ -205,7 +219,7 @@ def delta_write_gradients_kernel(
         strong = (t_k.to(tl.float32) * (strength * from_start)[:, None]).to(t_k.dtype)
         rounded = d_erase.to(t_k.dtype)
         d_inverse += tl.dot(rounded, tl.trans(strong), input_precision=PRECISION)
-        g_k = tl.dot(back, rounded, input_precision=PRECISION)
+        g_k = tl.dot(back, d_erase, input_precision=PRECISION)
         p_dk, in_dk = tile(d_k, first, count, head, k_start, H, K, C, BK)
         before = tl.load(p_dk, mask=in_k, other=0.0).to(tl.float32)
         tl.store(p_dk, (before + g_k * (strength * from_start)[:, None]).to(d_k.dtype.element_ty), mask=in_k)
@@ -213,15 +227,14 @@ def delta_write_gradients_kernel(
         sum_beta += along
         sum_b += along * strength
     # d(I + L)^-1 = -(I + L)^-1 dL (I + L)^-1
-    d_lower = tl.dot(back, d_inverse.to(t_i.dtype), input_precision=PRECISION)
-    d_lower = -tl.dot(d_lower.to(t_i.dtype), back, input_precision=PRECISION)
+    d_lower = -tl.dot(tl.dot(back, d_inverse, input_precision=PRECISION), back, input_precision=PRECISION)
     products = key_products(k, first, count, head, H, K, C, BK, PRECISION)
     d_lower = tl.where((rows[:, None] > rows[None, :]) & (rows[:, None] < count), d_lower * d, 0.0)
     sum_beta += tl.sum(d_lower * products, 1)
     d_lower *= strength[:, None]
     moved = d_lower * products
     sum_b += tl.sum(moved, 1) - tl.sum(moved, 0)
-    both = (d_lower + tl.trans(d_lower)).to(t_i.dtype)
+    both = (d_lower + tl.trans(d_lower)).to(k.dtype.element_ty)
     for k_start in range(0, K, BK):
         p_k, in_k = tile(k, first, count, head, k_start, H, K, C, BK)
         p_dk, in_dk = tile(d_k, first, count, head, k_start, H, K, C, BK)
@@ -235,33 +248,101 @@ def delta_write_gradients_kernel(
     tl.store(d_decay + at, earlier + tl.cumsum(sum_b, 0, reverse=True), mask=rows < count)
 
 
-def _writes(
-    prepared: Prepared,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    beta: Tensor,
-    write_gate: Tensor | None,
-    initial: Tensor | None,
-    layout: Layout,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The inverse of every chunk, what it erases, the states before every chunk, the writes u, and the last states."""
-    (batch, time, heads, key), value = k.shape, v.shape[3]
-    shape = shape_arguments(k, layout)
-    inverse, erase = k.new_empty(batch, time, heads, shape["C"]), torch.empty_like(k)
-    fresh, u = torch.empty_like(v), torch.empty_like(v)
-    delta_writes_kernel[(layout.chunks, heads)](
-        k, v, log_decay, beta, write_gate, inverse, erase, fresh, layout.table, **shape, V=value, DECAY="token",
-        WRITE=write_gate is not None, **tile_arguments("delta_writes", k, key, value),
+class Written(NamedTuple):
+    """What is known of a call's writes."""
+
+    inverse: Tensor
+    """(I + L)^-1 of every chunk, [B,T,H,CHUNK]."""
+    erase: Tensor
+    """[B,T,H,K]"""
+    fresh: Tensor
+    """[B,T,H,V]"""
+
+
+def writes(k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, write_gate: Tensor | None, layout: Layout) -> Written:
+    made = Written(k.new_empty(*k.shape[:3], CHUNK, dtype=torch.float32), torch.empty_like(k), torch.empty_like(v))
+    delta_writes_kernel[(layout.chunks, k.shape[2])](
+        k, v, log_decay, beta, write_gate, *made, layout.table, **shape_arguments(k, layout), V=v.shape[3], DECAY="token",
+        WRITE=write_gate is not None, **tile_arguments("delta_writes", k, k.shape[3], v.shape[3]),
     )  # fmt: skip
-    states = k.new_empty(layout.chunks, heads, key, value)
-    final = k.new_empty(layout.sequences, heads, key, value, dtype=torch.float32)
-    tiles = tile_arguments("delta_scan", k, key, value)
-    delta_states_kernel[(triton.cdiv(value, tiles["BV"]), layout.sequences * heads)](
-        prepared.writing, erase, fresh, prepared.whole, initial, states, u, final, layout.table, layout.starts, **shape, V=value,
-        HAS_INITIAL=initial is not None, **tiles,
-    )  # fmt: skip
-    return inverse, erase, states, u, final
+    return made
+
+
+def carry(turns: Tensor, ends: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What each segment [sequences, segments, H, K, V] begins with, if it turns a state by `turns` and adds `ends`; and the last state."""
+    state = torch.zeros_like(ends[:, 0]) if state is None else state
+    begins = torch.empty_like(ends)
+    for n in range(ends.shape[1]):
+        begins[:, n] = state
+        state = turns[:, n] @ state + ends[:, n]
+    return begins, state
+
+
+def delta_scan(
+    prepared: Prepared, written: Written, initial: Tensor | None, layout: Layout
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The states before every chunk, the writes u, the last states, and the matrices by which segments turn a state, if there are any.
+
+    Sequences too few to keep the GPU busy are cut into segments: once from nothing and once from the identity, to know what each does
+    to a state, and again from what the segments before it hand on.
+    """
+    key, (_, _, heads, value) = written.erase.shape[3], written.fresh.shape
+    new, runs = written.fresh.new_empty, layout.sequences
+    states, u = new(layout.chunks, heads, key, value), torch.empty_like(written.fresh)
+    shape = shape_arguments(written.erase, layout)
+
+    def launch(begin: Tensor | None, end: Tensor, fresh: bool, store: bool) -> None:
+        width = end.shape[-1]
+        tiles = tile_arguments("delta_scan", written.erase, key, width)
+        delta_scan_kernel[(triton.cdiv(width, tiles["BV"]), runs * segments * heads)](
+            prepared.writing, written.erase, written.fresh, prepared.whole, begin, states, u, end, layout.table, layout.starts, segments,
+            **shape, V=width, HAS_INITIAL=begin is not None, FRESH=fresh, STORE=store, **tiles,
+        )  # fmt: skip
+
+    segments = segments_of(layout, value, heads, written.fresh)
+    sizes = (runs * segments, heads, key)
+    ends = new(*sizes, value, dtype=torch.float32)
+    if segments == 1:
+        launch(initial, ends, fresh=True, store=True)
+        return states, u, ends, None
+    turns = new(*sizes, key, dtype=torch.float32)
+    launch(None, ends, fresh=True, store=False)
+    launch(torch.eye(key, device=u.device).expand(*sizes, key).contiguous(), turns, fresh=False, store=False)
+    turns = turns.unflatten(0, (runs, segments))
+    begins, final = carry(turns, ends.unflatten(0, (runs, segments)), initial)
+    launch(begins.flatten(0, 1), ends, fresh=True, store=True)
+    return states, u, final, turns
+
+
+def delta_scan_back(
+    prepared: Prepared, written: Written, turns: Tensor | None, d_o: Tensor, d_u: Tensor, d_final: Tensor, layout: Layout
+) -> tuple[Tensor, Tensor]:
+    """The gradients of the states after every chunk and of the initial ones; completes d_u in place."""
+    key, (_, _, heads, value) = written.erase.shape[3], d_o.shape
+    d_states, runs = d_o.new_empty(layout.chunks, heads, key, value), layout.sequences
+    tiles = tile_arguments("delta_scan_back", d_o, key, value)
+    segments = 1 if turns is None else turns.shape[1]
+
+    def launch(begin: Tensor | None, end: Tensor, store: bool) -> None:
+        delta_scan_back_kernel[(triton.cdiv(value, tiles["BV"]), runs * segments * heads)](
+            prepared.reading, prepared.writing, written.erase, d_o, prepared.whole, begin, d_states, d_u, end, layout.table, layout.starts,
+            segments, **shape_arguments(written.erase, layout), V=value, HAS_FINAL=begin is not None, STORE=store, **tiles,
+        )  # fmt: skip
+
+    ends = d_o.new_empty(runs * segments, heads, key, value, dtype=torch.float32)
+    if turns is None:
+        launch(d_final, ends, store=True)
+        return d_states, ends
+    launch(None, ends, store=False)
+    back = turns.flip(1).transpose(-1, -2)  # a gradient meets the segments in reverse, transposed
+    begins, d_initial = carry(back, ends.unflatten(0, (runs, segments)).flip(1), d_final)
+    launch(begins.flip(1).flatten(0, 1), ends, store=True)
+    return d_states, d_initial
+
+
+def segments_of(layout: Layout, value: int, heads: int, x: Tensor) -> int:
+    """Into how many segments a scan of the delta rule cuts each sequence."""
+    return layout.segments(triton.cdiv(value, 64) * heads, processors(x.device))
 
 
 @torch.library.custom_op("headmax::gated_delta_rule", mutates_args=())
@@ -271,7 +352,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     layout = Layout(q.shape[0], q.shape[1], table, starts)
     prepared = prepare(q, k, log_decay, read_gate, None, scale, layout)
-    _, _, states, u, final = _writes(prepared, k, v, log_decay, beta, write_gate, initial, layout)
+    states, u, final, _ = delta_scan(prepared, writes(k, v, log_decay, beta, write_gate, layout), initial, layout)
     return combine(prepared.reading, prepared.scores, u, states, layout), final
 
 
@@ -288,25 +369,20 @@ def _backward(
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, k, v, log_decay, beta, read_gate, write_gate, initial; an empty tensor where there is none."""
     layout, d_o, d_final = Layout(q.shape[0], q.shape[1], table, starts), d_o.contiguous(), d_final.contiguous()
-    heads, key, value = q.shape[2], q.shape[3], v.shape[3]
-    shape = shape_arguments(q, layout)
     prepared = prepare(q, k, log_decay, read_gate, None, scale, layout)
-    inverse, erase, states, u, _ = _writes(prepared, k, v, log_decay, beta, write_gate, initial, layout)
+    written = writes(k, v, log_decay, beta, write_gate, layout)
+    states, u, _, turns = delta_scan(prepared, written, initial, layout)
     d_u = combine(prepared.writing, prepared.scores, d_o, None, layout, transposed=True)
-    d_states, d_initial = torch.empty_like(states), torch.empty_like(d_final)
-    tiles = tile_arguments("delta_scan_back", q, key, value)
-    delta_state_gradients_kernel[(triton.cdiv(value, tiles["BV"]), layout.sequences * heads)](
-        prepared.reading, prepared.writing, erase, d_o, prepared.whole, d_final, d_states, d_u, d_initial, table, starts, **shape,
-        V=value, **tiles,
-    )  # fmt: skip
+    d_states, d_initial = delta_scan_back(prepared, written, turns, d_o, d_u, d_final, layout)
     d_q, d_k, d_decay, d_read, _ = query_key_gradients(
         q, k, u, d_o, log_decay, read_gate, None, scale, prepared, states, d_states, layout, decay_gradient=True
     )
     d_v, d_beta = torch.empty_like(v), torch.empty_like(beta, dtype=torch.float32)
     d_write = q.new_empty(0 if write_gate is None else write_gate.shape, dtype=torch.float32)
-    delta_write_gradients_kernel[(layout.chunks, heads)](
-        k, v, log_decay, beta, write_gate, inverse, states, d_u, d_k, d_v, d_beta, d_write, d_decay, table, **shape,
-        V=value, DECAY="token", WRITE=write_gate is not None, **tile_arguments("delta_write_gradients", q, key, value),
+    delta_write_gradients_kernel[(layout.chunks, q.shape[2])](
+        k, v, log_decay, beta, write_gate, written.inverse, states, d_u, d_k, d_v, d_beta, d_write, d_decay, table,
+        **shape_arguments(q, layout), V=v.shape[3], DECAY="token", WRITE=write_gate is not None,
+        **tile_arguments("delta_write_gradients", q, q.shape[3], v.shape[3]),
     )  # fmt: skip
     return [d_q, d_k, d_v, d_decay, d_beta, d_read, d_write, d_initial]
 
@@ -344,6 +420,8 @@ def gated_delta_rule(
     write_gate: Tensor | None, scale: float, initial_state: Tensor | None, packing: Packing | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     check_kernel_limits(q, v)
+    if (why := too_wide_for_the_gpu(q)) is not None:
+        raise ValueError(f"backend 'triton': {why}; use 'chunkwise' or bfloat16")
     if normalize_qk:
         compiling = torch.compiler.is_compiling()
         q, k = (recomputed(plain_unit_length, x) if compiling else triton_unit.unit_length(x, EPS) for x in (q, k))
