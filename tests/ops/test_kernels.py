@@ -194,12 +194,13 @@ def test_a_sequence_of_262144_tokens_trains(name: str) -> None:
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
-@pytest.mark.parametrize("capability", [80, 89])
-def test_kernels_fit_other_cards(capability: int) -> None:
-    """Compiled for cards that are not here: 163 KiB and 99 KiB of shared memory."""
-    done = subprocess.run(
-        [sys.executable, "-m", "headmax.bench.fit", str(capability)], env=no_interpreter(), capture_output=True, text=True
-    )
+@pytest.mark.parametrize(
+    "arguments", [("89", "bfloat16"), *(pytest.param((c, d), marks=pytest.mark.slow) for c, d in (("89", "float32"), ("80", "bfloat16")))]
+)
+def test_kernels_fit_other_cards(arguments: tuple[str, str]) -> None:
+    """Compiled for cards that are not here: 99 KiB of shared memory on a consumer card, 163 on an A100."""
+    command = [sys.executable, "-m", "headmax.bench.fit", *arguments]
+    done = subprocess.run(command, env=no_interpreter(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert done.stdout.count("KiB") >= 30
 
