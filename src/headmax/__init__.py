@@ -3,8 +3,9 @@
 from headmax import recipes
 from headmax.layers import HeadGateConfig
 from headmax.models import HeadmaxCache, HeadmaxConfig, HeadmaxForCausalLM, HeadmaxModel
+from headmax.models.softmaxify import softmaxify
 from headmax.ops import Packing
 
 __version__ = "0.1.0"
 
-__all__ = ["HeadGateConfig", "HeadmaxCache", "HeadmaxConfig", "HeadmaxForCausalLM", "HeadmaxModel", "Packing", "recipes"]
+__all__ = ["HeadGateConfig", "HeadmaxCache", "HeadmaxConfig", "HeadmaxForCausalLM", "HeadmaxModel", "Packing", "recipes", "softmaxify"]

@@ -211,6 +211,20 @@ def bench_tune(
     tune.write()
 
 
+def convert(source: Path, out: Path, /, to: Literal["headmax", "fla"] = "headmax") -> None:
+    """Convert a checkpoint folder of flash-linear-attention to headmax, or a plain headmax model's back, bit for bit.
+
+    Args:
+        source: the folder to read: config.json and safetensors files.
+        out: the folder to write; it must be new or empty.
+        to: headmax reads flash-linear-attention's RetNet, GLA, Gated DeltaNet or Transformer; fla writes them.
+    """
+    from headmax.models.convert import from_fla, to_fla
+
+    (from_fla if to == "headmax" else to_fla)(source, out)
+    print(f"headmax: wrote {out}")
+
+
 def reproduce_readme(path: Path = Path("README.md")) -> None:
     """Render the README's figures anew from the committed records.
 
@@ -233,6 +247,7 @@ def main() -> None:
     app = tyro.extras.SubcommandApp()
     app.command(recipes)
     app.command(demo)
+    app.command(convert)
     bench = tyro.extras.SubcommandApp()
     bench.command(name="kernels")(bench_kernels)
     bench.command(name="train")(bench_train)

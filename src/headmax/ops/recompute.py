@@ -9,8 +9,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 
+@torch.compiler.assume_constant_result
+def _exporting() -> bool:
+    """Asked outside the trace: inside it, torch 2.11 always says yes."""
+    return torch.compiler.is_exporting()
+
+
 def recomputed(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """function(*tensors), elementwise or nearly so. Only a compiled graph computes it again; eagerly its consumer keeps it anyway."""
-    if torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled() and not torch.compiler.is_exporting():
+    if torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled() and not _exporting():
         return checkpoint(function, *tensors, use_reentrant=False, preserve_rng_state=False)
     return function(*tensors)

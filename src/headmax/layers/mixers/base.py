@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from headmax.layers.head_gate import HeadGateConfig
+from headmax.layers.head_gate import HeadGate, HeadGateConfig
 from headmax.layers.initialized import Initialized
 from headmax.layers.mlp import swish_gate
 from headmax.layers.norm import OutputNorm, OutputNormKind
@@ -87,9 +87,18 @@ class RecurrentMixer(Initialized):
         self.o_proj = nn.Linear(value, hidden_size, bias=False)
         self.convs = nn.ModuleList(ShortConvolution(width, conv_size) for width in (key, key, value)) if conv_size else None
         self.output_norm = OutputNorm(output_norm, self.num_v_heads, head_v_dim, norm_eps)
-        sizes = {"hidden_size": hidden_size, "num_heads": self.num_v_heads, "head_dim": head_k_dim}
-        self.head_gate = None if head_gate is None else head_gate.build(**sizes)
-        self.read_after_norm = head_gate is not None and head_gate.read_position == "after_norm"
+        self.head_gate: HeadGate | None = None
+        self.read_after_norm = False
+        if head_gate is not None:
+            self.add_head_gate(head_gate)
+
+    def add_head_gate(self, config: HeadGateConfig) -> None:
+        """Gates for a mixer that has none, on its device."""
+        if self.head_gate is not None:
+            raise ValueError("head_gate: the mixer has gates already")
+        sizes = {"hidden_size": self.q_proj.in_features, "num_heads": self.num_v_heads, "head_dim": self.head_k_dim}
+        self.head_gate = config.build(**sizes).to(self.q_proj.weight.device)
+        self.read_after_norm = config.read_position == "after_norm"
 
     def recur(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | Rotary | None, **options: Any

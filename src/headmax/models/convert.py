@@ -1,0 +1,243 @@
+"""Checkpoints of flash-linear-attention become headmax folders and back: every setting mapped or refused, every weight bit for bit."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from headmax.layers.mlp import swiglu_width
+from headmax.models.configuration import HeadmaxConfig
+from headmax.models.modeling import HeadmaxForCausalLM
+from headmax.ops.registry import suggest
+
+MIXER_OF = {"gla": "gla", "retnet": "retnet", "gated_deltanet": "gated_deltanet", "transformer": "attention"}
+"""FLA's model_type and the mixer it is."""
+SHARED = ("hidden_size", "num_hidden_layers", "num_heads", "vocab_size", "norm_eps", "initializer_range", "tie_word_embeddings")
+TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "use_cache")
+INERT = {"attn_mode", "fuse_norm", "fuse_swiglu", "fuse_cross_entropy", "fuse_linear_cross_entropy", "max_position_embeddings"}
+"""Settings of FLA that choose an implementation and change no result (positions there are a hint, rotary has no limit)."""
+ONLY = {
+    "hidden_act": "swish",
+    "attn": None,
+    "elementwise_affine": True,
+    "use_l2warp": False,
+    "attnres_block_size": None,
+    "use_output_gate": True,
+    "use_gate": True,
+    "output_gate_activation": "swish",
+    "allow_neg_eigval": False,
+    "clamp_min": None,
+    "use_gk": True,
+    "use_gv": False,
+    "qkv_bias": False,
+    "qk_norm": False,
+    "window_size": None,
+}
+"""Settings of FLA that have one value here; any other is refused by name."""
+MAPPED = {"expand_k", "expand_v", "hidden_ratio", "intermediate_size", "use_short_conv", "conv_size", "feature_map"}
+MAPPED |= {"head_dim", "num_v_heads", "num_kv_heads", "rope_theta"}
+FEATURE_MAPS = {None: "identity", "relu": "relu", "silu": "silu", "swish": "silu"}
+COPIED = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "added_tokens.json", "generation_config.json", "chat_template*")
+
+NAMES = (
+    (r"model\.embeddings\.weight", "model.embed_tokens.weight"),
+    (r"model\.norm\.weight", "model.norm.weight"),
+    (r"lm_head\.weight", "lm_head.weight"),
+    (r"model\.layers\.(\d+)\.attn_norm\.weight", r"model.layers.\1.mixer_norm.weight"),
+    (r"model\.layers\.(\d+)\.mlp_norm\.weight", r"model.layers.\1.mlp_norm.weight"),
+    (r"model\.layers\.(\d+)\.mlp\.(gate|up|down)_proj\.weight", r"model.layers.\1.mlp.\2_proj.weight"),
+    (r"model\.layers\.(\d+)\.attn\.([qkvgoab])_proj\.weight", r"model.layers.\1.mixer.\2_proj.weight"),
+    (r"model\.layers\.(\d+)\.attn\.gk_proj\.0\.weight", r"model.layers.\1.mixer.decay_down_proj.weight"),
+    (r"model\.layers\.(\d+)\.attn\.gk_proj\.1\.(weight|bias)", r"model.layers.\1.mixer.decay_up_proj.\2"),
+    (r"model\.layers\.(\d+)\.attn\.(?:g_norm_swish_gate|g_norm|o_norm)\.weight", r"model.layers.\1.mixer.output_norm.norm.weight"),
+    (r"model\.layers\.(\d+)\.attn\.q_conv1d\.weight", r"model.layers.\1.mixer.convs.0.weight"),
+    (r"model\.layers\.(\d+)\.attn\.k_conv1d\.weight", r"model.layers.\1.mixer.convs.1.weight"),
+    (r"model\.layers\.(\d+)\.attn\.v_conv1d\.weight", r"model.layers.\1.mixer.convs.2.weight"),
+    (r"model\.layers\.(\d+)\.attn\.(A_log|dt_bias)", r"model.layers.\1.mixer.\2"),
+)
+"""FLA's names and ours."""
+
+
+def config_from_fla(fla: Mapping[str, Any]) -> HeadmaxConfig:
+    """The headmax configuration of an FLA config.json. ValueError lists every setting that has no counterpart."""
+    kind = fla.get("model_type")
+    if kind not in MIXER_OF:
+        raise ValueError(f"model_type {kind!r} is no model of flash-linear-attention that headmax has{suggest(kind, MIXER_OF)}")
+    known = {*SHARED, *TOKENS, *INERT, *ONLY, *MAPPED, "model_type"}
+    refused = [f"{name} (unknown)" for name in sorted(set(fla) - known - set(PreTrainedConfig().to_dict())) if not name.startswith("_")]
+    refused += [f"{name}={fla[name]!r} (only {value!r})" for name, value in ONLY.items() if fla.get(name, value) not in (value, "silu")]
+    hidden, heads = fla["hidden_size"], fla["num_heads"]
+    if fla.get("num_kv_heads") not in (None, heads):
+        refused.append(f"num_kv_heads={fla['num_kv_heads']} (only num_heads {heads})")
+    if fla.get("feature_map") not in FEATURE_MAPS:
+        refused.append(f"feature_map={fla['feature_map']!r} (only {', '.join(map(repr, FEATURE_MAPS))})")
+    if kind == "gated_deltanet" and not fla.get("use_short_conv", True):
+        refused.append("use_short_conv=False (Gated DeltaNet has one)")
+    if refused:
+        raise ValueError(f"flash-linear-attention's {kind}: headmax cannot map {'; '.join(refused)}")
+    width = fla.get("intermediate_size") or swiglu_width(hidden, fla.get("hidden_ratio") or (2 if kind == "retnet" else 4))
+    made = {name: fla[name] for name in (*SHARED, *TOKENS) if name in fla} | {"mixer": MIXER_OF[kind], "intermediate_size": width}
+    if kind == "transformer":
+        made["rotary_base"] = fla.get("rope_theta") or 10_000.0
+    elif kind == "gated_deltanet":
+        key = fla.get("head_dim", 256)
+        made |= {"head_k_dim": key, "head_v_dim": round(key * fla.get("expand_v", 2.0)), "num_v_heads": fla.get("num_v_heads")}
+        made["conv_size"] = fla.get("conv_size", 4)
+    else:
+        defaults = {"gla": (0.5, 1.0), "retnet": (1.0, 2.0)}[kind]
+        for name, expand, default in (("head_k_dim", "expand_k", defaults[0]), ("head_v_dim", "expand_v", defaults[1])):
+            made[name] = round(hidden * fla.get(expand, default)) // heads
+        made["feature_map"] = FEATURE_MAPS[fla.get("feature_map")]
+        made["conv_size"] = fla.get("conv_size", 4) if fla.get("use_short_conv") else 0
+    return HeadmaxConfig(**made)
+
+
+def config_to_fla(config: HeadmaxConfig) -> dict[str, Any]:
+    """The FLA config.json of a plain headmax model. ValueError lists every setting FLA does not have."""
+    kinds = {mixer: kind for kind, mixer in MIXER_OF.items()}
+    refused = []
+    if not isinstance(config.mixer, str) or config.mixer not in kinds:
+        refused.append(f"mixer={config.mixer!r} (only {', '.join(map(repr, kinds))})")
+    if config.head_gate is not None:
+        refused.append("head_gate (flash-linear-attention has no head gates)")
+    if config.output_norm != "head":
+        refused.append(f"output_norm={config.output_norm!r} (only 'head')")
+    maps = {"identity": None, "relu": "relu", "silu": "silu", None: None}
+    if config.feature_map not in maps:
+        refused.append(f"feature_map={config.feature_map!r} (only {', '.join(map(repr, maps))})")
+    if config.mixer == "gated_deltanet" and config.conv_size == 0:
+        refused.append("conv_size=0 (Gated DeltaNet has a short convolution)")
+    if config.mixer == "retnet" and config.rotary_base != 10_000.0:
+        refused.append(f"rotary_base={config.rotary_base} (RetNet has 10000)")
+    if refused:
+        raise ValueError(f"flash-linear-attention cannot hold this model: {'; '.join(refused)}")
+    mixer = str(config.mixer)
+    kind, heads, hidden = kinds[mixer], config.num_heads, config.hidden_size
+    made = {"model_type": kind, "intermediate_size": config.mlp_width(mixer), "hidden_act": "swish", "fuse_norm": True}
+    made |= {name: getattr(config, name) for name in (*SHARED, *TOKENS)}
+    names = {"gla": "GLA", "retnet": "RetNet", "gated_deltanet": "GatedDeltaNet", "transformer": "Transformer"}
+    made["architectures"] = [f"{names[kind]}ForCausalLM"]
+    if kind == "transformer":
+        if config.head_k_dim not in (None, hidden // heads):
+            raise ValueError(
+                f"flash-linear-attention cannot hold this model: head_k_dim={config.head_k_dim} (only hidden_size / num_heads)"
+            )
+        return made | {"rope_theta": config.rotary_base}
+    with torch.device("meta"):
+        shape = HeadmaxForCausalLM(config).model.layers[0].mixer  # its widths, defaults resolved
+    key, value = int(shape.head_k_dim), int(shape.head_v_dim)
+    if kind == "gated_deltanet":
+        return made | {"head_dim": key, "expand_v": value / key, "num_v_heads": config.num_v_heads, "conv_size": config.conv_size or 4}
+    made |= {"expand_k": key * heads / hidden, "expand_v": value * heads / hidden, "feature_map": maps[config.feature_map]}
+    return made | {"use_short_conv": bool(config.conv_size), "conv_size": config.conv_size or 4}
+
+
+def our_name(name: str) -> str | None:
+    """The headmax name of an FLA weight, or None."""
+    for theirs, ours in NAMES:
+        if (match := re.fullmatch(theirs, name)) is not None:
+            return match.expand(ours)
+    return None
+
+
+def weights_from_fla(weights: Mapping[str, Tensor], config: HeadmaxConfig) -> dict[str, Tensor]:
+    """FLA's weights under our names and in our shapes, the same numbers. ValueError lists what is missing, left over or misshapen."""
+    made: dict[str, Tensor] = {}
+    left: list[str] = []
+    for name, x in weights.items():
+        ours = our_name(name)
+        if ours is None:
+            left.append(name)
+        else:
+            made[ours] = x.squeeze(1) if name.endswith("_conv1d.weight") and x.ndim == 3 else x
+    check_weights(made, config, left)
+    return made
+
+
+def weights_to_fla(weights: Mapping[str, Tensor], config: HeadmaxConfig) -> dict[str, Tensor]:
+    """The reverse of `weights_from_fla`."""
+    check_weights(weights, config, [])
+    norm = "o_norm" if config.mixer == "gated_deltanet" else "g_norm_swish_gate"
+    made = {}
+    for name, x in weights.items():
+        theirs = name.replace("model.embed_tokens", "model.embeddings").replace(".mixer_norm.", ".attn_norm.").replace(".mixer.", ".attn.")
+        theirs = theirs.replace(".decay_down_proj.", ".gk_proj.0.").replace(".decay_up_proj.", ".gk_proj.1.")
+        theirs = theirs.replace(".output_norm.norm.", f".{norm}.")
+        theirs = re.sub(r"\.convs\.([012])\.", lambda match: f".{'qkv'[int(match[1])]}_conv1d.", theirs)
+        made[theirs] = x.unsqueeze(1) if theirs.endswith("_conv1d.weight") else x
+    return made
+
+
+def check_weights(weights: Mapping[str, Tensor], config: HeadmaxConfig, left: list[str]) -> None:
+    """Raises unless `weights` are exactly those of a headmax model of this configuration."""
+    with torch.device("meta"):
+        expected = {name: tuple(x.shape) for name, x in HeadmaxForCausalLM(config).state_dict().items()}
+    if config.tie_word_embeddings and "lm_head.weight" not in weights:
+        expected.pop("lm_head.weight")
+    problems = [f"{name}: not in the checkpoint" for name in expected if name not in weights]
+    problems += [f"{name}: nothing in headmax takes it" for name in [*left, *(name for name in weights if name not in expected)]]
+    problems += [
+        f"{name}: is {list(x.shape)}, must be {list(expected[name])}"
+        for name, x in weights.items()
+        if name in expected and tuple(x.shape) != expected[name]
+    ]
+    if problems:
+        shown = "\n  ".join(problems[:20]) + (f"\n  and {len(problems) - 20} more" if len(problems) > 20 else "")
+        raise ValueError(f"weights do not map:\n  {shown}")
+
+
+def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """config.json and all weights of a Hugging Face folder, in one or several safetensors files."""
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"{folder}: no config.json there; give the folder that save_pretrained wrote")
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"{folder}: no .safetensors file there; save the model with safe_serialization=True")
+    weights: dict[str, Tensor] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            weights |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    return json.loads((folder / "config.json").read_text()), weights
+
+
+def write_folder(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor], source: Path) -> None:
+    """Writes what `read_folder` reads, and copies the tokenizer; nothing is written over."""
+    from huggingface_hub import save_torch_state_dict
+
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"{folder} is not empty: give a new folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    save_torch_state_dict({name: x.contiguous() for name, x in weights.items()}, folder, metadata={"format": "pt"})
+    for pattern in COPIED:
+        for file in source.glob(pattern):
+            shutil.copy2(file, folder)
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def from_fla(source: Path | str, out: Path | str) -> None:
+    """An FLA checkpoint folder becomes a headmax folder, which `AutoModelForCausalLM.from_pretrained` loads."""
+    folder = Path(source)
+    config, weights = read_folder(folder)
+    ours = config_from_fla(config)
+    made = ours.to_dict() | {"architectures": ["HeadmaxForCausalLM"]} | ({"dtype": config["dtype"]} if config.get("dtype") else {})
+    write_folder(Path(out), made, weights_from_fla(weights, ours), folder)
+
+
+def to_fla(source: Path | str, out: Path | str) -> None:
+    """A headmax folder becomes one that flash-linear-attention loads."""
+    folder = Path(source)
+    config, weights = read_folder(folder)
+    if config.get("model_type") != HeadmaxConfig.model_type:
+        raise ValueError(f"{folder}: model_type is {config.get('model_type')!r}, not a headmax model")
+    ours = HeadmaxConfig.from_dict(config)
+    theirs = config_to_fla(ours) | ({"dtype": config["dtype"]} if config.get("dtype") else {})
+    write_folder(Path(out), theirs, weights_to_fla(weights, ours), folder)
