@@ -209,3 +209,25 @@ def no_interpreter() -> dict[str, str]:
     import os
 
     return {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+
+
+@pytest.mark.skipif(GPU, reason="says that there is no GPU")
+@pytest.mark.parametrize("name", SPECS)
+def test_fla_is_refused_where_it_cannot_run(name: str) -> None:
+    """And nothing else minds that it is installed: this suite runs beside it."""
+    pytest.importorskip("fla")
+    with pytest.raises(ValueError, match=f"{name}: backend 'fla' cannot run here: needs a CUDA device, got cpu"):
+        SPECS[name].function(**SPECS[name].inputs(Case(time=5)), backend="fla")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SPECS)
+def test_fla_behind_our_signature(name: str) -> None:
+    pytest.importorskip("fla")
+    case = Case(batch=2, time=130, heads=2, key=64, value=64, gates="both", initial_state=True)
+    inputs = SPECS[name].inputs(case, torch.bfloat16, "cuda")
+    with torch.no_grad():
+        o, state = SPECS[name].function(**inputs, return_state=True, backend="fla")
+        expected = SPECS[name].function(**inputs, return_state=True, backend="chunkwise")
+    assert distance(o, expected[0]) <= 2e-2
+    assert distance(state, expected[1]) <= 2e-2

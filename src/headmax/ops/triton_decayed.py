@@ -264,28 +264,33 @@ def query_key_gradients_kernel(
     p_k, in_k = tile(k, first, count, head, k_start, H, K, C, BK)
     t_q, t_k = tl.load(p_q, mask=inside, other=0.0), tl.load(p_k, mask=inside, other=0.0)
     if DECAY == "channel":
-        step, reads, writes, whole, half = channel_decays(log_decay, first, count, head, k_start, H, K, C, BK, EXACT, PRECISION)
         p_r, in_r = tile(reading, first, count, head, k_start, H, K, C, BK)
         p_w, in_w = tile(writing, first, count, head, k_start, H, K, C, BK)
         as_read, as_written = tl.load(p_r, mask=inside, other=0.0), tl.load(p_w, mask=inside, other=0.0)
         scores = tl.where((rows[:, None] >= rows[None, :]) & (rows[:, None] < count), scores, 0.0)
-        leaves = kept * tl.exp(whole - 2 * half) + tl.sum(g_k * as_written.to(tl.float32), 0)
+        leaves = tl.sum(g_k * as_written.to(tl.float32), 0)
         if EXACT:
+            step, reads, writes, whole, half = channel_decays(log_decay, first, count, head, k_start, H, K, C, BK, EXACT, PRECISION)
             gated_q, gated_k = t_q.to(tl.float32) * read, t_k.to(tl.float32) * write
             more_q, more_k = exact_score_gradients(scores, gated_q, gated_k, step, count, C, BK)
             each = g_q * as_read.to(tl.float32) - g_k * as_written.to(tl.float32) + more_q * gated_q - more_k * gated_k
-            g_q, g_k = g_q * reads + more_q, g_k * writes + more_k
+            leaves += kept * tl.exp(whole)
         else:  # in `each` the scores' share nearly cancels, which needs the very same rounded factors in both its terms
             rounded = scores.to(as_read.dtype)
             g_q += tl.dot(rounded, as_written, input_precision=PRECISION)
             g_k += tl.dot(tl.trans(rounded), as_read, input_precision=PRECISION)
             each = g_q * as_read.to(tl.float32) - g_k * as_written.to(tl.float32)
-            g_q *= reads
-            g_k *= writes
+            leaves += kept  # both states are scaled by exp(half) already
         if DECAY_GRADIENT:
             after = tl.where(rows[:, None] <= rows[None, :], 1.0, 0.0)
             p_g, in_g = tile(d_decay, first, count, head, k_start, H, K, C, BK)
             tl.store(p_g, running_sum(each, after, PRECISION) + leaves[None, :], mask=inside)
+        if EXACT:
+            g_q, g_k = g_q * reads + more_q, g_k * writes + more_k
+        else:
+            step, reads, writes, whole, half = channel_decays(log_decay, first, count, head, k_start, H, K, C, BK, EXACT, PRECISION)
+            g_q *= reads
+            g_k *= writes
     else:
         d, from_start, to_end, total = decay_matrix(log_decay, first, count, head, H, C, DECAY)
         scores *= d
