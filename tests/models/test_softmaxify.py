@@ -1,12 +1,15 @@
 """A trained model gets gates: first it computes what it did, then they learn."""
 
+import inspect
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from headmax import HeadGateConfig, HeadmaxConfig, HeadmaxForCausalLM, softmaxify
+from headmax.ops.spec import distance
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "vocab_size": 64}
 FLOOR = 1e-4
@@ -71,12 +74,67 @@ def test_gates_trained_alone_lower_the_held_out_loss_of_a_trained_model() -> Non
 
 
 def test_what_cannot_be_softmaxified_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="knows headmax models, got Linear"):
+    with pytest.raises(ValueError, match="Linear has no layer to put gates on"):
         softmaxify(torch.nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="no recurrent layer"):
+    with pytest.raises(ValueError, match="HeadmaxForCausalLM has no layer to put gates on"):
         softmaxify(HeadmaxForCausalLM(HeadmaxConfig(mixer="attention", **SMALL)))
     model = softmaxify(HeadmaxForCausalLM(HeadmaxConfig(mixer="gla", **SMALL)))
     with pytest.raises(ValueError, match="has gates already"):
         softmaxify(model)
     with pytest.raises(ValueError, match="train must be 'all' or 'gates'"):
         softmaxify(model, train="heads")  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def qwen(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A small Qwen3-Next, more value heads than key heads, on transformers' plain PyTorch: its dispatch to FLA crashes without a GPU."""
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+    from transformers.models.qwen3_next import modeling_qwen3_next as theirs
+
+    for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"):
+        monkeypatch.setattr(theirs, name, inspect.unwrap(getattr(theirs, name)))
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    linear = {"linear_num_value_heads": 8, "linear_num_key_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+    torch.manual_seed(0)
+    return Qwen3NextForCausalLM(Qwen3NextConfig(vocab_size=100, head_dim=16, **sizes, **linear, **experts)).eval()
+
+
+@torch.no_grad()
+def test_the_twin_of_a_qwen_layer(qwen: Any) -> None:
+    from headmax.models.qwen import QwenGatedDeltaNet
+
+    theirs = qwen.model.layers[0].linear_attn
+    ours = QwenGatedDeltaNet(theirs)
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    x = torch.randn(2, 70, 64)
+    assert distance(ours(x), theirs(x)) <= 1e-5
+    mask = torch.ones(2, 70)
+    mask[0, :20] = 0
+    assert distance(ours(x, attention_mask=mask)[0, 20:], theirs(x, attention_mask=mask)[0, 20:]) <= 1e-5
+
+
+@torch.no_grad()
+def test_a_softmaxified_qwen_computes_and_generates_what_it_did(qwen: Any) -> None:
+    ids = torch.randint(1, 100, (2, 20))
+    before, said = qwen(ids).logits, qwen.generate(ids, max_new_tokens=12, do_sample=False)
+    keys = set(qwen.state_dict())
+    softmaxify(qwen)
+    assert (qwen(ids).logits - before).abs().max() <= 1e-6 * before.abs().max() + 1e-6
+    assert torch.equal(qwen.generate(ids, max_new_tokens=12, do_sample=False), said)
+    added = set(qwen.state_dict()) - keys
+    assert len(added) == 6
+    assert all(".linear_attn.head_gate." in name for name in added)
+    for name, parameter in qwen.named_parameters():
+        if name in added:
+            parameter.normal_()
+    assert (qwen(ids).logits - before).abs().max() > 1e-3
+
+
+def test_the_gates_of_a_qwen_learn(qwen: Any) -> None:
+    softmaxify(qwen, train="gates")
+    ids = torch.randint(1, 100, (2, 20))
+    qwen(ids, labels=ids).loss.backward()
+    gradients = [p.grad for p in qwen.parameters() if p.grad is not None]
+    assert len(gradients) == 6
+    assert all(g.norm() > 0 for g in gradients)

@@ -2,35 +2,50 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Literal
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from headmax.layers import HeadGateConfig
+from headmax.layers.head_gate import HeadGate
 from headmax.layers.mixers import RecurrentMixer
-from headmax.models.modeling import HeadmaxPreTrainedModel
+from headmax.models.qwen import QwenGatedDeltaNet
 
 START = HeadGateConfig(scale="heads", init_std=0.0, read_position="after_norm")
 """Uniform gates times the number of heads: exactly what the model computed before."""
 
 
 def softmaxify(model: nn.Module, gate: HeadGateConfig = START, *, train: Literal["all", "gates"] = "all") -> nn.Module:
-    """Gives every recurrent layer of `model` head gates, in place, and returns it.
+    """Gives every recurrent layer of `model` head gates, in place, and returns it: headmax models, and transformers' Qwen3-Next.
 
-    With the default gates it computes what it did before. train="gates" freezes everything else. Save it as ever: the gates are part
-    of its configuration and of its weights.
+    With the default gates it computes what it did before. train="gates" freezes everything else. A headmax model is saved and loaded as
+    ever; into another, softmaxify it again before loading the weights, since its class knows of no gates.
     """
     if train not in ("all", "gates"):
         raise ValueError(f"softmaxify: train must be 'all' or 'gates', got {train!r}")
-    if not isinstance(model, HeadmaxPreTrainedModel):
-        raise ValueError(f"softmaxify: knows headmax models, got {type(model).__name__}; `headmax convert` makes one of a checkpoint")
-    mixers = [module for module in model.modules() if isinstance(module, RecurrentMixer)]
-    if not mixers:
-        raise ValueError("softmaxify: the model has no recurrent layer to put gates on")
-    for mixer in mixers:
+    if any(isinstance(module, HeadGate) for module in model.modules()):
+        raise ValueError(f"softmaxify: this {type(model).__name__} has gates already")
+    ours = [module for module in model.modules() if isinstance(module, RecurrentMixer)]
+    theirs = [(parent, name) for parent in model.modules() for name, child in parent.named_children() if is_qwen(child)]
+    if not ours and not theirs:
+        raise ValueError(
+            f"softmaxify: {type(model).__name__} has no layer to put gates on; it knows headmax's recurrent mixers and transformers' "
+            "Qwen3-Next, and `headmax convert` makes a headmax model of a flash-linear-attention checkpoint"
+        )
+    for mixer in ours:
         mixer.add_head_gate(gate)
-    model.config.head_gate = gate
+    for parent, name in theirs:
+        setattr(parent, name, QwenGatedDeltaNet(getattr(parent, name), gate))
+    if isinstance(model, PreTrainedModel):
+        model.config.head_gate = gate if ours else dataclasses.asdict(gate)
     if train == "gates":
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(".head_gate." in name)
     return model
+
+
+def is_qwen(module: nn.Module) -> bool:
+    """By name, so that transformers' model file is not imported for it."""
+    return type(module).__name__ == "Qwen3NextGatedDeltaNet"
