@@ -138,3 +138,36 @@ def test_the_gates_of_a_qwen_learn(qwen: Any) -> None:
     gradients = [p.grad for p in qwen.parameters() if p.grad is not None]
     assert len(gradients) == 6
     assert all(g.norm() > 0 for g in gradients)
+
+
+@pytest.mark.parametrize(("kind", "settings"), [("GLA", {"use_short_conv": True}), ("RetNet", {}), ("GatedDeltaNet", {"head_dim": 16})])
+@torch.no_grad()
+def test_the_layers_of_a_model_of_flash_linear_attention(kind: str, settings: dict[str, Any]) -> None:
+    """Its norms run on a GPU alone, so its layers are called one by one, with its own cache, beside those of the converted model."""
+    pytest.importorskip("fla")
+    import fla.models
+    from fla.models.utils import Cache
+
+    from headmax.models.convert import config_from_fla, weights_from_fla
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_heads": 4, "vocab_size": 100}
+    theirs = getattr(fla.models, f"{kind}ForCausalLM")(getattr(fla.models, f"{kind}Config")(**sizes, **settings)).eval()
+    config = config_from_fla(theirs.config.to_dict())
+    ours = HeadmaxForCausalLM(config).eval()
+    ours.load_state_dict(weights_from_fla(theirs.state_dict(), config))
+    count = sum(p.numel() for p in theirs.parameters())
+    softmaxify(theirs)
+    gates = 2 * 2 * 4 * ours.model.layers[0].mixer.head_k_dim
+    assert sum(p.numel() for p in theirs.parameters()) == count + gates
+    x, cache = torch.randn(2, 21, 64), Cache()
+    for n in range(2):
+        layer, mixer = theirs.model.layers[n].attn, ours.model.layers[n].mixer
+        expected = mixer(x).hidden
+        assert (layer(x)[0] - expected).abs().max() <= 1e-6 * expected.abs().max()
+        first, _, _ = layer(x[:, :20], past_key_values=cache, use_cache=True)
+        second, _, _ = layer(x[:, 20:], past_key_values=cache, use_cache=True)
+        assert distance(torch.cat([first, second], dim=1), expected) <= 1e-5
+    for parameter in theirs.model.layers[0].attn.mixer.head_gate.parameters():
+        parameter.normal_()
+    assert distance(theirs.model.layers[0].attn(x)[0], ours.model.layers[0].mixer(x).hidden) > 1e-2

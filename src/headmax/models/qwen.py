@@ -15,6 +15,11 @@ from headmax.ops.packing import Packing
 from headmax.ops.sequential import gated
 
 
+def is_qwen(module: nn.Module) -> bool:
+    """By name, so that transformers' model file is not imported for it."""
+    return type(module).__name__ == "Qwen3NextGatedDeltaNet"
+
+
 class QwenGatedDeltaNet(nn.Module):
     """Takes the place of a `Qwen3NextGatedDeltaNet`, whose submodules it keeps under their names, so that checkpoints stay what they are.
 

@@ -11,14 +11,16 @@ from transformers import PreTrainedModel
 from headmax.layers import HeadGateConfig
 from headmax.layers.head_gate import HeadGate
 from headmax.layers.mixers import RecurrentMixer
-from headmax.models.qwen import QwenGatedDeltaNet
+from headmax.models.fla import FLAMixer, is_fla
+from headmax.models.qwen import QwenGatedDeltaNet, is_qwen
 
 START = HeadGateConfig(scale="heads", init_std=0.0, read_position="after_norm")
 """Uniform gates times the number of heads: exactly what the model computed before."""
 
 
 def softmaxify(model: nn.Module, gate: HeadGateConfig = START, *, train: Literal["all", "gates"] = "all") -> nn.Module:
-    """Gives every recurrent layer of `model` head gates, in place, and returns it: headmax models, and transformers' Qwen3-Next.
+    """Gives every recurrent layer of `model` head gates, in place, and returns it: headmax models, flash-linear-attention's, and
+    transformers' Qwen3-Next.
 
     With the default gates it computes what it did before. train="gates" freezes everything else. A headmax model is saved and loaded as
     ever; into another, softmaxify it again before loading the weights, since its class knows of no gates.
@@ -28,24 +30,21 @@ def softmaxify(model: nn.Module, gate: HeadGateConfig = START, *, train: Literal
     if any(isinstance(module, HeadGate) for module in model.modules()):
         raise ValueError(f"softmaxify: this {type(model).__name__} has gates already")
     ours = [module for module in model.modules() if isinstance(module, RecurrentMixer)]
-    theirs = [(parent, name) for parent in model.modules() for name, child in parent.named_children() if is_qwen(child)]
-    if not ours and not theirs:
+    swaps = [
+        (parent, name, child) for parent in model.modules() for name, child in parent.named_children() if is_qwen(child) or is_fla(child)
+    ]
+    if not ours and not swaps:
         raise ValueError(
-            f"softmaxify: {type(model).__name__} has no layer to put gates on; it knows headmax's recurrent mixers and transformers' "
-            "Qwen3-Next, and `headmax convert` makes a headmax model of a flash-linear-attention checkpoint"
+            f"softmaxify: {type(model).__name__} has no layer to put gates on; it knows headmax's recurrent mixers, transformers' "
+            "Qwen3-Next, and flash-linear-attention's RetNet, GLA and Gated DeltaNet"
         )
     for mixer in ours:
         mixer.add_head_gate(gate)
-    for parent, name in theirs:
-        setattr(parent, name, QwenGatedDeltaNet(getattr(parent, name), gate))
+    for parent, name, child in swaps:
+        setattr(parent, name, QwenGatedDeltaNet(child, gate) if is_qwen(child) else FLAMixer(child, model.config, gate))
     if isinstance(model, PreTrainedModel):
         model.config.head_gate = gate if ours else dataclasses.asdict(gate)
     if train == "gates":
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(".head_gate." in name)
     return model
-
-
-def is_qwen(module: nn.Module) -> bool:
-    """By name, so that transformers' model file is not imported for it."""
-    return type(module).__name__ == "Qwen3NextGatedDeltaNet"

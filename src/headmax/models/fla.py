@@ -1,0 +1,76 @@
+"""Layers of flash-linear-attention's models on our mixers: their weights, their cache, and gates if wanted."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from headmax.layers import MIXERS, HeadGateConfig
+from headmax.layers.mixers import RecurrentMixer
+from headmax.layers.mixers.base import RecurrentState
+from headmax.models.convert import config_from_fla, our_name
+from headmax.ops.packing import Packing
+
+LAYERS = ("GatedLinearAttention", "MultiScaleRetention", "GatedDeltaNet")
+"""FLA's classes that have a mixer of ours beside them."""
+
+
+def is_fla(module: nn.Module) -> bool:
+    """By name, so that flash-linear-attention is not imported for it."""
+    return type(module).__name__ in LAYERS and type(module).__module__.startswith("fla.")
+
+
+class FLAMixer(nn.Module):
+    """Takes the place of an FLA layer in FLA's model: our mixer on its very parameters, called and answering as FLA's layer does."""
+
+    def __init__(self, theirs: Any, config: Any, head_gate: HeadGateConfig | None = None) -> None:
+        super().__init__()
+        ours = config_from_fla(config.to_dict())
+        name = str(ours.mixer)
+        with torch.device("meta"):
+            mixer = cast(RecurrentMixer, MIXERS[name](**ours.mixer_arguments(name)))
+        for path, parameter in theirs.named_parameters():
+            target = (our_name(f"model.layers.0.attn.{path}") or "").removeprefix("model.layers.0.mixer.")
+            if not target:
+                raise ValueError(f"softmaxify: nothing in headmax takes {path} of {type(theirs).__name__}")
+            if parameter.ndim == 3:  # a convolution: [D,1,W] there, [D,W] here, the same memory
+                parameter = nn.Parameter(parameter.data.squeeze(1), requires_grad=parameter.requires_grad)
+            owner, _, last = target.rpartition(".")
+            setattr(mixer.get_submodule(owner), last, parameter)
+        if missing := [path for path, parameter in mixer.named_parameters() if parameter.is_meta]:
+            raise ValueError(f"softmaxify: {type(theirs).__name__} has nothing for {', '.join(missing)}")
+        if head_gate is not None:
+            mixer.add_head_gate(head_gate)
+        self.mixer, self.layer_idx = mixer, theirs.layer_idx
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = False,
+        output_attentions: bool | None = False,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None, Any]:
+        time, bounds = hidden_states.shape[1], kwargs.get("cu_seqlens")
+        packing = None if bounds is None else Packing(bounds, hidden_states.device)
+        state, seen = None, 0
+        if past_key_values is not None and len(past_key_values) > self.layer_idx:
+            kept, seen = past_key_values[self.layer_idx], past_key_values.get_seq_length(self.layer_idx)
+            if kept is not None and kept["recurrent_state"] is not None:
+                state = RecurrentState(kept["recurrent_state"], kept["conv_state"] or ())
+        positions = torch.arange(seen, seen + time, device=hidden_states.device) if packing is None else packing.positions
+        hidden, new_state, _ = self.mixer(
+            hidden_states,
+            state=state,
+            return_state=bool(use_cache) and past_key_values is not None,
+            positions=positions[None],
+            packing=packing,
+            mask=None if attention_mask is None else attention_mask[:, -time:],
+        )
+        if new_state is not None:
+            conv = new_state.conv or None
+            past_key_values.update(recurrent_state=new_state.recurrent, conv_state=conv, layer_idx=self.layer_idx, offset=time)
+        return hidden, None, past_key_values
