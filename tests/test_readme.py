@@ -38,3 +38,11 @@ def test_its_tree_is_the_tree() -> None:
     for path in (ROOT / "src/headmax").iterdir():
         if path.name != "__pycache__" and (path.is_dir() or path.suffix == ".py"):
             assert path.name in tree or path.name in ("__init__.py", "__main__.py"), f"{path.name} is not in the tree"
+
+
+def test_the_code_of_the_guides_runs() -> None:
+    scope: dict = {}
+    for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "ecosystem.md").read_text(), flags=re.DOTALL):
+        exec(block, scope)
+    assert "adapted" in scope
+    assert "packing" in scope

@@ -132,3 +132,24 @@ def test_our_ops_against_their_naive_functions() -> None:
         assert distance(gla(q, k, v, channel, backend=backend)[0], naive_recurrent_gla(q, k, v, channel)[0]) <= 1e-5
         theirs = naive_recurrent_gated_delta_rule(q, unit, v, beta, token)[0]
         assert distance(gated_delta_rule(q, unit, v, token, beta, backend=backend)[0], theirs) <= 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("kind", "settings"), [*KINDS.items()])
+@torch.no_grad()
+def test_their_model_and_ours_have_the_same_logits_on_a_gpu(kind: str, settings: dict[str, Any], dtype: torch.dtype) -> None:
+    """Prefill of 150 tokens and eight steps from the cache, theirs on their kernels, ours on ours."""
+    settings = settings | {"hidden_size": 256, "feature_map": None} if kind == "RetNet" else settings | {"hidden_size": 256}
+    theirs = their_model(kind, **settings).cuda().to(dtype).eval()
+    config = config_from_fla(theirs.config.to_dict())
+    ours = HeadmaxForCausalLM(config).cuda().to(dtype).eval()
+    ours.load_state_dict(weights_from_fla(theirs.state_dict(), config))
+    ids = torch.randint(0, 100, (2, 158), device="cuda")
+    bound = 1e-4 if dtype == torch.float32 else 3e-2
+    assert distance(ours(ids).logits, theirs(ids).logits) <= bound
+    ours_out, theirs_out = ours(ids[:, :150], use_cache=True), theirs(ids[:, :150], use_cache=True)
+    for n in range(150, 158):
+        ours_out = ours(ids[:, n : n + 1], past_key_values=ours_out.past_key_values, use_cache=True)
+        theirs_out = theirs(ids[:, n : n + 1], past_key_values=theirs_out.past_key_values, use_cache=True)
+        assert distance(ours_out.logits, theirs_out.logits) <= bound, n

@@ -11,6 +11,13 @@ from headmax.layers.norm import RMSNorm
 from headmax.layers.rotary import Rotary
 from headmax.ops.packing import Packing
 
+LORA_TARGETS = (
+    *("q_proj", "k_proj", "v_proj", "g_proj", "o_proj"),
+    *("decay_down_proj", "decay_up_proj", "a_proj", "b_proj"),
+    *("gate_proj", "up_proj", "down_proj"),
+)
+"""The names of all matrices in a block, of any mixer: `LoraConfig(target_modules=list(LORA_TARGETS), modules_to_save=["head_gate"])`."""
+
 
 class Block(GradientCheckpointingLayer):
     def __init__(self, mixer: nn.Module, hidden_size: int, intermediate_size: int, norm_eps: float = 1e-6) -> None:

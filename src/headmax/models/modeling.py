@@ -266,14 +266,17 @@ class HeadmaxForCausalLM(HeadmaxPreTrainedModel, GenerationMixin):
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits, loss = None, None
+        plain = type(self.lm_head) is nn.Linear  # an adapter around it, such as LoRA's, must be asked itself
         if skip_logits is None:
-            skip_logits = self.training and labels is not None
+            skip_logits = self.training and labels is not None and plain
+        elif skip_logits and labels is not None and not plain:
+            raise ValueError(f"skip_logits=True takes the loss from lm_head's weight, but lm_head is a {type(self.lm_head).__name__}")
         if not skip_logits:
             logits = self.lm_head(output.last_hidden_state[:, kept])
             if labels is not None:
                 loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         elif labels is not None:
-            loss = self._loss(output.last_hidden_state, labels, **kwargs)
+            loss = self._loss(output.last_hidden_state, labels, kwargs.get("num_items_in_batch"), kwargs.get("shift_labels"))
         return HeadmaxCausalLMOutput(
             loss=loss,
             logits=logits,
@@ -282,9 +285,7 @@ class HeadmaxForCausalLM(HeadmaxPreTrainedModel, GenerationMixin):
             gates=output.gates,
         )
 
-    def _loss(
-        self, x: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None, shift_labels: Tensor | None = None
-    ) -> Tensor:
+    def _loss(self, x: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None, shift_labels: Tensor | None) -> Tensor:
         """The mean loss of predicting each next token; Hugging Face's Trainer hands the number of them in over all its devices."""
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]

@@ -1,0 +1,53 @@
+"""A model card, from the model itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from headmax.layers import HeadGateConfig
+from headmax.models.modeling import HeadmaxForCausalLM
+
+FIELDS = ("mixer", "hidden_size", "num_hidden_layers", "num_heads", "head_k_dim", "head_v_dim", "conv_size", "vocab_size", "output_norm")
+
+
+def card(model: HeadmaxForCausalLM) -> str:
+    """What the model is and how to load it; what it was trained on is for its author to add."""
+    config = model.config
+    gates = dataclasses.asdict(config.head_gate) if isinstance(config.head_gate, HeadGateConfig) else {}
+    gate = ", ".join(f"{name}={value}" for name, value in gates.items()) or "none: a plain backbone"
+    rows = [f"| {name} | {getattr(config, name)} |" for name in FIELDS if getattr(config, name) is not None]
+    rows += [f"| parameters | {model.num_parameters():,} |", f"| head_gate | {gate} |"]
+    return "\n".join(
+        [
+            "---",
+            "library_name: transformers",
+            "pipeline_tag: text-generation",
+            "tags: [headmax, linear-attention]",
+            "---",
+            "",
+            "# A headmax model",
+            "",
+            "Softmax Linear Attention: a softmax over heads that lets the heads of a linear-attention layer compete.",
+            "",
+            "| setting | value |",
+            "|---|---|",
+            *rows,
+            "",
+            "```python",
+            "import headmax  # pip install headmax; registers the model with the Auto classes, no remote code",
+            "from transformers import AutoModelForCausalLM",
+            "",
+            'model = AutoModelForCausalLM.from_pretrained("this folder")',
+            "```",
+            "",
+        ]
+    )
+
+
+def write_card(model: HeadmaxForCausalLM, folder: Path | str) -> None:
+    """Writes README.md into a model's folder; one that is there is left alone."""
+    path = Path(folder) / "README.md"
+    if path.exists():
+        raise FileExistsError(f"{path} is there already")
+    path.write_text(card(model))

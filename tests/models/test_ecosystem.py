@@ -1,0 +1,108 @@
+"""At home with Hugging Face: Trainer, accelerate, PEFT, export, and a folder ready for a hub."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+
+from headmax import HeadGateConfig, HeadmaxConfig, HeadmaxForCausalLM
+from headmax.layers import LORA_TARGETS
+from headmax.models.card import write_card
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "vocab_size": 64}
+
+
+def small(mixer: str = "gla") -> HeadmaxForCausalLM:
+    torch.manual_seed(0)
+    gate = None if mixer == "attention" else HeadGateConfig()
+    return HeadmaxForCausalLM(HeadmaxConfig(mixer=mixer, **SMALL, head_gate=gate))
+
+
+class Rows(Dataset):
+    """Each token is the one before it plus one."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, n: int) -> dict[str, torch.Tensor]:
+        ids = (torch.arange(24) + n) % 64
+        return {"input_ids": ids, "labels": ids}
+
+
+def test_trainer_trains_evaluates_and_reloads(tmp_path: Path) -> None:
+    model = small()
+    arguments = TrainingArguments(
+        tmp_path / "run", max_steps=30, per_device_train_batch_size=16, learning_rate=1e-2, report_to=[], use_cpu=True, disable_tqdm=True,
+        gradient_accumulation_steps=2, logging_steps=10, save_strategy="no", seed=0,
+    )  # fmt: skip
+    trainer = Trainer(model, arguments, train_dataset=Rows(), eval_dataset=Rows())
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < 0.5 * before
+    trainer.save_model(tmp_path / "saved")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", trust_remote_code=False)
+    ids = Rows()[3]["input_ids"][None]
+    assert torch.equal(again(ids).logits, model.eval()(ids).logits)
+
+
+def test_accelerate_prepares_and_steps() -> None:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(small(), torch.optim.SGD(small().parameters(), lr=0.1))
+    batch = Rows()[0]
+    loss = model(input_ids=batch["input_ids"][None], labels=batch["labels"][None]).loss
+    accelerator.backward(loss)
+    optimizer.step()
+    assert loss.isfinite()
+
+
+@pytest.mark.parametrize("mixer", ["linear", "retnet", "gla", "gated_deltanet", "attention"])
+def test_lora_on_the_documented_targets(mixer: str) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = small(mixer)
+    ids = torch.randint(0, 64, (2, 20))
+    before = model.eval()(ids).logits
+    wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=list(LORA_TARGETS), task_type="CAUSAL_LM"))
+    assert torch.allclose(wrapped(ids).logits, before, atol=1e-6)
+    touched = {name.split(".lora_A")[0].rsplit(".", 1)[-1] for name, _ in wrapped.named_parameters() if ".lora_A" in name}
+    linear = {name.rsplit(".", 1)[-1] for name, module in small(mixer).named_modules() if isinstance(module, torch.nn.Linear)}
+    assert touched == linear - {"lm_head"}
+    wrapped.train()(ids, labels=ids).loss.backward()
+    assert all(p.grad is not None for name, p in wrapped.named_parameters() if "lora_B" in name)
+
+
+@pytest.mark.parametrize("mixer", ["linear", "retnet", "gla", "gated_deltanet"])
+def test_export(mixer: str) -> None:
+    model = small(mixer).eval()
+    ids = torch.randint(0, 64, (2, 70))
+    exported = torch.export.export(model, (ids,), kwargs={"use_cache": False})
+    assert torch.allclose(exported.module()(ids, use_cache=False).logits, model(ids, use_cache=False).logits, atol=1e-5)
+
+
+def test_a_folder_ready_for_a_hub(tmp_path: Path) -> None:
+    model = small()
+    model.save_pretrained(tmp_path)
+    write_card(model, tmp_path)
+    card = (tmp_path / "README.md").read_text()
+    for fact in ("library_name: transformers", "mixer | gla", "head_gate", "softmax", "pip install headmax", f"{model.num_parameters():,}"):
+        assert fact in card
+    assert AutoConfig.from_pretrained(tmp_path, trust_remote_code=False).head_gate == HeadGateConfig()
+    with pytest.raises(FileExistsError, match=r"README\.md is there already"):
+        write_card(model, tmp_path)
+
+
+def test_an_adapter_on_the_last_layer_is_part_of_the_loss() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = HeadmaxForCausalLM(HeadmaxConfig(mixer="gla", **SMALL, tie_word_embeddings=False))
+    wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False)).train()
+    ids = torch.randint(0, 64, (2, 20))
+    output = wrapped(input_ids=ids, labels=ids)
+    expected = torch.nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    assert torch.allclose(output.loss, expected)
+    with pytest.raises(ValueError, match="skip_logits=True takes the loss from lm_head's weight"):
+        wrapped(input_ids=ids, labels=ids, skip_logits=True)
