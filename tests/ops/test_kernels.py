@@ -22,6 +22,11 @@ def inputs_of(name: str, case: Case, dtype: torch.dtype = torch.float32) -> dict
     return SPECS[name].inputs(case, dtype, DEVICE)
 
 
+def assert_bit_identical(name: str, inputs: dict, expected: dict[str, torch.Tensor]) -> None:
+    for key, x in run(SPECS[name], inputs, "triton").items():
+        assert torch.equal(x, expected[key]), key
+
+
 @here
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("lengths", [None, (70, 230)], ids=["rows", "packed"])
@@ -71,8 +76,7 @@ def test_outputs_are_written_everywhere(name: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch, "empty", poisoned(empty))
     monkeypatch.setattr(torch, "empty_like", poisoned(empty_like))
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(new_empty))
-    for key, x in run(SPECS[name], inputs, "triton").items():
-        assert torch.equal(x, clean[key]), key
+    assert_bit_identical(name, inputs, clean)
 
 
 @here
@@ -82,8 +86,7 @@ def test_non_contiguous_inputs(name: str) -> None:
     strided = {key: x.transpose(0, -1).contiguous().transpose(0, -1) if torch.is_tensor(x) else x for key, x in inputs.items()}
     assert not strided["q"].is_contiguous()
     straight = run(SPECS[name], inputs, "triton")
-    for key, x in run(SPECS[name], strided, "triton").items():
-        assert torch.equal(x, straight[key]), key
+    assert_bit_identical(name, strided, straight)
 
 
 @here
@@ -92,8 +95,7 @@ def test_repeated_runs_are_bit_identical(name: str) -> None:
     """Forward and backward: no kernel adds with atomics."""
     inputs = inputs_of(name, BOTH)
     first = run(SPECS[name], inputs, "triton")
-    for key, x in run(SPECS[name], inputs, "triton").items():
-        assert torch.equal(x, first[key]), key
+    assert_bit_identical(name, inputs, first)
 
 
 @here

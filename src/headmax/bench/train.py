@@ -17,9 +17,6 @@ from headmax.bench.isolated import isolated
 from headmax.bench.timing import Ceilings, paired, seconds
 from headmax.records import Record, Recorder
 
-GRID = ((2048, 16), (4096, 8), (8192, 4), (16384, 2))
-"""Length x batch."""
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -30,13 +27,11 @@ class Plan:
     group: str
     grid: Sequence[tuple[int, int]]
     rounds: int
-    compiled: bool = True
 
 
-def ours(name: str, compiled: bool) -> nn.Module:
+def ours(name: str) -> nn.Module:
     model = HeadmaxForCausalLM(recipes.get(name).model)
-    if compiled:
-        model.model.compile_blocks()
+    model.model.compile_blocks()
     return model
 
 
@@ -112,12 +107,12 @@ def models(plan: Plan) -> dict[tuple[str, str], Callable[[], nn.Module]]:
     """(impl, variant) and how to make it, for a group that shares a process."""
     return {
         "headmax": {
-            ("headmax", "plain"): lambda: ours(plan.recipe, plan.compiled),
-            ("headmax", "softmax"): lambda: ours(f"softmax-{plan.recipe}", plan.compiled),
+            ("headmax", "plain"): lambda: ours(plan.recipe),
+            ("headmax", "softmax"): lambda: ours(f"softmax-{plan.recipe}"),
         },
         "fla": {("fla", "plain"): lambda: fla(plan.recipe)},
         "fla-gates": {("fla", "softmax"): lambda: naive_gates(fla(plan.recipe), plan.recipe)},
-        "transformer": {("headmax", "transformer"): lambda: ours(f"transformer-{plan.recipe.split('-')[-1]}", plan.compiled)},
+        "transformer": {("headmax", "transformer"): lambda: ours(f"transformer-{plan.recipe.split('-')[-1]}")},
     }[plan.group]
 
 
@@ -159,7 +154,7 @@ def measure(plan: Plan) -> Iterator[Record]:
         torch.cuda.synchronize()
         steps[impl, variant] = step
         case = f"{plan.recipe} {plan.grid[0][0]}x{plan.grid[0][1]}"
-        yield make(case, impl, f"{variant}/first step", time.perf_counter() - begin, "s", compiled=plan.compiled)
+        yield make(case, impl, f"{variant}/first step", time.perf_counter() - begin, "s")
     for length, batch in plan.grid:
         case = f"{plan.recipe} {length}x{batch}"
         peaks: dict[tuple[str, str], int] = {}

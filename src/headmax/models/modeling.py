@@ -242,7 +242,7 @@ class HeadmaxForCausalLM(HeadmaxPreTrainedModel, GenerationMixin):
     ) -> HeadmaxCausalLMOutput:
         """As any Hugging Face causal LM; `cu_seqlens` (or `cu_seq_lens_q`) packs sequences, `return_gates` adds `.gates`.
 
-        With labels in training mode (or `skip_logits=True`) the loss is computed without ever holding the logits, and `.logits` is None.
+        With labels in training mode (or `skip_logits=True`) the loss is computed piece by piece, and `.logits` is None.
         """
         if cu_seqlens is None:
             cu_seqlens = kwargs.pop("cu_seq_lens_q", None)

@@ -55,6 +55,13 @@ def register(op: str, table: Table) -> None:
     _tables[op] = table
 
 
+def register_recurrence(op: str, reference: Callable[..., Any], chunkwise: Callable[..., Any]) -> None:
+    """The backends every recurrence has: two in PyTorch, and kernels in the op's own folder."""
+    folder = f"headmax.ops.{op}"
+    triton = Lazy(f"{folder}.triton_chunk", op, needs="triton", interpreted=True)
+    register(op, {"reference": reference, "chunkwise": chunkwise, "triton": triton, "fla": Lazy(f"{folder}.fla", op, needs="fla")})
+
+
 def select(op: str, backend: str, device_type: str, unfit: str | None = None) -> Callable[..., Any]:
     """The implementation of `op` to run: the named one or an error, and for "auto" the first that can run on such a device.
 

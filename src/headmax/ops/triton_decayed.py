@@ -29,6 +29,7 @@ from headmax.ops.packing import CHUNK, Packing
 from headmax.ops.triton_channel import channel_decays, exact_score_gradients, exact_scores, running_sum
 from headmax.ops.triton_common import (
     Layout,
+    causal_mask,
     check_kernel_limits,
     chunk_span,
     decay_matrix,
@@ -54,7 +55,6 @@ def prepare_kernel(
     if EXACT:
         if tl.load(mild + index) != 0:
             return
-    rows = tl.arange(0, C)
     read = row_values(read_gate, first, count, head, H, C, READ)[:, None] * scale
     write = row_values(write_gate, first, count, head, H, C, WRITE)[:, None]
     sums, all_mild = tl.zeros([C, C], tl.float32), 1
@@ -89,7 +89,7 @@ def prepare_kernel(
         tl.store(p_r, gated_q.to(reading.dtype.element_ty), mask=inside)
         tl.store(p_w, gated_k.to(writing.dtype.element_ty), mask=inside)
     if DECAY == "channel":
-        sums = tl.where((rows[:, None] >= rows[None, :]) & (rows[:, None] < count), sums, 0.0)
+        sums = tl.where(causal_mask(count, C), sums, 0.0)
         if not EXACT:
             tl.store(mild + index, all_mild)
     else:
@@ -267,7 +267,7 @@ def query_key_gradients_kernel(
         p_r, in_r = tile(reading, first, count, head, k_start, H, K, C, BK)
         p_w, in_w = tile(writing, first, count, head, k_start, H, K, C, BK)
         as_read, as_written = tl.load(p_r, mask=inside, other=0.0), tl.load(p_w, mask=inside, other=0.0)
-        scores = tl.where((rows[:, None] >= rows[None, :]) & (rows[:, None] < count), scores, 0.0)
+        scores = tl.where(causal_mask(count, C), scores, 0.0)
         leaves = tl.sum(g_k * as_written.to(tl.float32), 0)
         if EXACT:
             step, reads, writes, whole, half = channel_decays(log_decay, first, count, head, k_start, H, K, C, BK, EXACT, PRECISION)

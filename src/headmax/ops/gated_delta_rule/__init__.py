@@ -10,20 +10,12 @@ from torch import Tensor
 from headmax.ops.checks import beyond_kernels, check_device, check_recurrence, check_shape
 from headmax.ops.gated_delta_rule import chunkwise, reference
 from headmax.ops.packing import Packing
-from headmax.ops.registry import Lazy, no_autocast, register, select
+from headmax.ops.registry import no_autocast, register_recurrence, select
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-register(
-    "gated_delta_rule",
-    {
-        "reference": reference.gated_delta_rule,
-        "chunkwise": chunkwise.gated_delta_rule,
-        "triton": Lazy("headmax.ops.gated_delta_rule.triton_chunk", "gated_delta_rule", needs="triton", interpreted=True),
-        "fla": Lazy("headmax.ops.gated_delta_rule.fla", "gated_delta_rule", needs="fla"),
-    },
-)
+register_recurrence("gated_delta_rule", reference.gated_delta_rule, chunkwise.gated_delta_rule)
 
 
 WIDE_DELTA = 150

@@ -9,20 +9,12 @@ from torch import Tensor
 from headmax.ops.checks import beyond_kernels, check_device, check_recurrence, check_shape
 from headmax.ops.gla import chunkwise, reference
 from headmax.ops.packing import Packing
-from headmax.ops.registry import Lazy, no_autocast, register, select
+from headmax.ops.registry import no_autocast, register_recurrence, select
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-register(
-    "gla",
-    {
-        "reference": reference.gla,
-        "chunkwise": chunkwise.gla,
-        "triton": Lazy("headmax.ops.gla.triton_chunk", "gla", needs="triton", interpreted=True),
-        "fla": Lazy("headmax.ops.gla.fla", "gla", needs="fla"),
-    },
-)
+register_recurrence("gla", reference.gla, chunkwise.gla)
 
 
 def gla(

@@ -9,20 +9,12 @@ from torch import Tensor
 from headmax.ops.checks import beyond_kernels, check_device, check_recurrence, check_shape
 from headmax.ops.linear_attention import chunkwise, reference
 from headmax.ops.packing import Packing
-from headmax.ops.registry import Lazy, no_autocast, register, select
+from headmax.ops.registry import no_autocast, register_recurrence, select
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-register(
-    "linear_attention",
-    {
-        "reference": reference.linear_attention,
-        "chunkwise": chunkwise.linear_attention,
-        "triton": Lazy("headmax.ops.linear_attention.triton_chunk", "linear_attention", needs="triton", interpreted=True),
-        "fla": Lazy("headmax.ops.linear_attention.fla", "linear_attention", needs="fla"),
-    },
-)
+register_recurrence("linear_attention", reference.linear_attention, chunkwise.linear_attention)
 
 
 def linear_attention(
