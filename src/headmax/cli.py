@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
 import sys
 from pathlib import Path
 from typing import Any, Literal
@@ -55,11 +57,12 @@ def demo(
     run(seed=seed, heads=heads, pairs=pairs, key=key, steps=steps, out=out, record=record)
 
 
-def _check_device(device: str) -> None:
+def _check_device(device: str, needed_by: str = "") -> None:
     import torch
 
     if device.split(":")[0] not in ("cpu", "cuda") or (device.startswith("cuda") and not torch.cuda.is_available()):
-        raise ValueError(f"--device {device}: this machine has cpu{' and cuda' * torch.cuda.is_available()}")
+        has = f"this machine has cpu{' and cuda' * torch.cuda.is_available()}"
+        raise ValueError(f"{needed_by} needs a CUDA GPU: {has}" if needed_by else f"--device {device}: {has}")
 
 
 def bench_kernels(
@@ -135,9 +138,9 @@ def bench_kernels(
     peers = {record.metric: record.value for record in measured if record.impl != "headmax"}
     for record in measured:
         line = f"{record.case:28} {record.impl:8} {record.metric:36} {record.value:12.4g} {record.unit}"
-        same = peers.get(record.metric) or peers.get(f"gated_delta_rule/{record.metric.split('/')[1]}")
-        if same and record.impl == "headmax" and record.unit == "ms":
-            line += f"   {same / record.value:.2f}x as fast as {peer}"
+        theirs = record.metric if peer == "fla" else f"gated_delta_rule/{record.metric.split('/')[1]}"  # transformers has that op alone
+        if theirs in peers and record.impl == "headmax" and record.unit == "ms":
+            line += f"   {peers[theirs] / record.value:.2f}x as fast as {peer}" + f"'s {theirs}" * (theirs != record.metric)
         if "roofline" in record.extra:
             line += (
                 f"   {record.extra['TFLOP/s']:.0f} TFLOP/s, {record.extra['GB/s']:.0f} GB/s, {record.extra['roofline']:.0%} of the roofline"
@@ -173,11 +176,13 @@ def bench_train(
     from headmax import records
     from headmax.bench import train
 
-    plain = book.get(recipe).name.removeprefix("softmax-")
-    _check_device("cuda")
-    sizes = [tuple(int(n) for n in point.split("x")) for point in grid]
-    if any(len(size) != 2 for size in sizes):
+    if book.get(recipe).model.mixer == "attention":
+        raise ValueError(f"recipe {recipe}: a Transformer has no softmax twin; it is measured beside any other recipe")
+    plain = recipe.removeprefix("softmax-")
+    _check_device("cuda", "headmax bench train")
+    if not all(re.fullmatch(r"[1-9]\d*x[1-9]\d*", point) for point in grid):
         raise ValueError(f"--grid takes length x batch, such as 4096x8, got {' '.join(grid)}")
+    sizes = [tuple(int(n) for n in point.split("x")) for point in grid]
     groups = ("headmax", "fla", "fla-gates", "transformer") if peer == "fla" else ("headmax", "transformer")
     console = Console()
     measured = train.bench(plain, groups, sizes, rounds, limit, console.print)  # type: ignore[arg-type]
@@ -193,6 +198,7 @@ def bench_tune(
     ops: tuple[Literal["linear_attention", "gla", "gated_delta_rule"], ...] = ("linear_attention", "gla", "gated_delta_rule"),
     widths: tuple[Literal["narrow", "wide"], ...] = ("narrow", "wide"),
     processes: int = 8,
+    out: Path | None = None,
 ) -> None:
     """Find the fastest block shapes on this GPU and write them to the table the kernels read (ops/tiles.json).
 
@@ -200,15 +206,21 @@ def bench_tune(
         ops: which ops.
         widths: classes of heads, narrow (keys to 128) and wide.
         processes: how many compile at the same time.
+        out: write the table to this file instead.
     """
+    _check_device("cuda", "headmax bench tune")
     from rich.console import Console
 
     from headmax.bench import tune
+    from headmax.ops import triton_tiles
 
-    _check_device("cuda")
+    path = out or triton_tiles.PATH
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"--out {path}: cannot be written to; name another file")
     console = Console()
     tune.tune([(op, width) for op in ops for width in widths], processes, lambda text: console.print(text, highlight=False))
-    tune.write()
+    tune.write(path)
+    console.print(f"wrote {path}")
 
 
 def convert(source: Path, out: Path, /, to: Literal["headmax", "fla"] = "headmax") -> None:

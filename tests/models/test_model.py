@@ -386,6 +386,27 @@ def test_blocks_compiled_one_by_one_share_a_graph_and_agree() -> None:
         assert (a - e).norm() <= 1e-4 * e.norm() + 1e-7
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks, at a block's input
+def test_compiled_blocks_serve_every_way_of_calling_a_hybrid() -> None:
+    """More ways than the compiler allows by itself before it gives up."""
+    torch._dynamo.reset()
+    mixers = ["gla", "attention", "gated_deltanet", "retnet"]
+    model = HeadmaxForCausalLM(HeadmaxConfig(mixer=mixers, hidden_size=32, num_hidden_layers=4, num_heads=2, vocab_size=50))
+    model.model.compile_blocks(backend="eager")
+    ids = torch.randint(50, (1, 40))
+    model(ids, labels=ids, cu_seqlens=Packing(torch.tensor([0, 10, 40]))).loss.backward()
+    with torch.autocast("cpu", torch.bfloat16):
+        model(ids, labels=ids).loss.backward()
+    model.eval()
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7])
+    with torch.no_grad():
+        compiled = model.generate(ids[:, :14].view(2, 7), attention_mask=mask, max_new_tokens=4, do_sample=False)
+        torch._dynamo.reset()
+        with torch._dynamo.config.patch(disable=True):
+            plain = model.generate(ids[:, :14].view(2, 7), attention_mask=mask, max_new_tokens=4, do_sample=False)
+    assert torch.equal(compiled, plain)
+
+
 def test_training_holds_no_logits_and_has_the_same_loss() -> None:
     torch.manual_seed(0)
     model = HeadmaxForCausalLM(recipes.get("softmax-gla-tiny").model).train()

@@ -16,9 +16,11 @@ from headmax.bench.kernels import SPECS
 from headmax.bench.tune import WIDTHS
 from headmax.layers.triton_conv import short_conv
 from headmax.layers.triton_loss import cross_entropy_rows
-from headmax.ops import head_gate, registry, triton_tiles
-from headmax.ops.gated_delta_rule import WIDE_DELTA
+from headmax.ops import head_gate, registry, triton_decayed, triton_tiles
+from headmax.ops.gated_delta_rule import WIDE_DELTA, triton_chunk
+from headmax.ops.packing import CHUNK
 from headmax.ops.spec import Case
+from headmax.ops.triton_common import MIN_SEGMENT
 
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """KiB of shared memory a block may have, by compute capability."""
@@ -55,7 +57,12 @@ def compile_only(capability: int) -> dict[str, int]:
     registry.Lazy.unavailable = lambda *_: None  # type: ignore[method-assign]
     entry = max(size for size in map(int, triton_tiles.TABLE) if size <= SHARED[capability])
     triton_tiles.entry_for = lambda _: str(entry)  # type: ignore[assignment]
+    triton_decayed.processors = triton_chunk.processors = many_processors  # type: ignore[assignment]
     return found
+
+
+def many_processors(_: torch.device) -> int:
+    return 10_000
 
 
 def calls(dtype: torch.dtype, shared: int) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -64,9 +71,10 @@ def calls(dtype: torch.dtype, shared: int) -> Iterator[tuple[str, Callable[[], o
         for width, (key, value) in WIDTHS.items():
             if op == "gated_delta_rule" and dtype == torch.float32 and width == "wide" and shared < WIDE_DELTA:
                 continue  # refused there, see its __init__
-            inputs = spec.inputs(Case(time=70, heads=1, key=key, value=value, gates="both", initial_state=True), dtype)
             function = functools.partial(spec.function, return_state=True, backend="triton")
-            yield f"{op} {width}", functools.partial(spec.evaluate, inputs, function)
+            for time in (70, 2 * MIN_SEGMENT * CHUNK):  # the second is cut into segments
+                inputs = spec.inputs(Case(time=time, heads=1, key=key, value=value, gates="both", initial_state=True), dtype)
+                yield f"{op} {width}", functools.partial(spec.evaluate, inputs, function)
     x, weight, taps = torch.ones(1, 70, 4, 128, dtype=dtype), torch.ones(4, 128), torch.ones(128, 4)
     yield "head_gate", lambda: head_gate(x.requires_grad_(), weight.requires_grad_(), backend="triton").sum().backward()
     row = torch.ones(1, 70, 128, dtype=dtype, requires_grad=True)
@@ -89,4 +97,6 @@ def main(capability: int, dtypes: Sequence[torch.dtype]) -> int:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2 or sys.argv[1] not in map(str, SHARED):
+        sys.exit(f"usage: python -m headmax.bench.fit CAPABILITY [DTYPE ...], with a capability of {', '.join(map(str, SHARED))}")
     sys.exit(main(int(sys.argv[1]), [getattr(torch, name) for name in sys.argv[2:] or ("bfloat16", "float32")]))

@@ -112,7 +112,7 @@ def models(plan: Plan) -> dict[tuple[str, str], Callable[[], nn.Module]]:
         },
         "fla": {("fla", "plain"): lambda: fla(plan.recipe)},
         "fla-gates": {("fla", "softmax"): lambda: naive_gates(fla(plan.recipe), plan.recipe)},
-        "transformer": {("headmax", "transformer"): lambda: ours(f"transformer-{plan.recipe.split('-')[-1]}")},
+        "transformer": {("headmax", "transformer"): lambda: ours(f"transformer-{plan.recipe.split('-')[1]}")},
     }[plan.group]
 
 

@@ -7,8 +7,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headmax.ops.triton_common import on_its_device
+
 TOKENS, CHANNELS = 64, 64
 """The tile of a program."""
+
+
+@triton.jit
+def place(T, D, BT: tl.constexpr, BD: tl.constexpr):
+    """Channels, batch row and first token of this program; tiles of channels are neighbours."""
+    n, wide = tl.program_id(0), tl.cdiv(D, BD)
+    return n % wide * BD + tl.arange(0, BD), (n // wide // tl.cdiv(T, BT)).to(tl.int64), n // wide % tl.cdiv(T, BT) * BT
 
 
 @triton.jit
@@ -36,8 +45,7 @@ def short_conv_kernel(
     x, weight, before, y, T, D, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, PACKED: tl.constexpr
 ):  # fmt: skip
     """y_t = silu(Σ_i weight_i x_{t-W+1+i}) for a tile of tokens and channels."""
-    channels, batch = tl.program_id(0) * BD + tl.arange(0, BD), tl.program_id(2).to(tl.int64)
-    start = tl.program_id(1) * BT
+    channels, batch, start = place(T, D, BT, BD)
     total = taps(x, weight, before, batch, start, channels, T, D, W, BT, BD, PACKED, 0)
     rows = start + tl.arange(0, BT)
     inside = (rows[:, None] < T) & (channels[None, :] < D)
@@ -49,8 +57,7 @@ def short_conv_gradients_kernel(
     x, weight, before, d_y, d_x, d_weight, T, D, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, PACKED: tl.constexpr
 ):  # fmt: skip
     """d_x_t = Σ_i weight_i d_{t+W-1-i}, where d is d_y through the silu, and this tile's share of d_weight_i = Σ_t d_t x_{t-W+1+i}."""
-    channels, batch = tl.program_id(0) * BD + tl.arange(0, BD), tl.program_id(2).to(tl.int64)
-    start = tl.program_id(1) * BT
+    channels, batch, start = place(T, D, BT, BD)
     rows = start + tl.arange(0, BT)
     in_channels = channels < D
     gradient = tl.zeros([BT, BD], tl.float32)
@@ -67,14 +74,15 @@ def short_conv_gradients_kernel(
         tap = weight + channels * W + W - 1 - back
         gradient += through * tl.load(tap, mask=in_channels, other=0.0).to(tl.float32)[None, :]
         t_x = tl.load(x + (batch * T + rows[:, None]) * D + channels[None, :], mask=(rows[:, None] < T) & in_channels[None, :], other=0.0)
-        share = d_weight + ((batch * tl.num_programs(1) + tl.program_id(1)) * D + channels) * W + W - 1 - back
+        share = d_weight + ((batch * tl.cdiv(T, BT) + start // BT) * D + channels) * W + W - 1 - back
         tl.store(share, tl.sum(through * t_x.to(tl.float32), 0), mask=in_channels)
     whole = (rows[:, None] < T) & in_channels[None, :]
     tl.store(d_x + (batch * T + rows[:, None]) * D + channels[None, :], gradient.to(d_x.dtype.element_ty), mask=whole)
 
 
-def _grid(x: Tensor) -> tuple[int, int, int]:
-    return triton.cdiv(x.shape[2], CHANNELS), triton.cdiv(x.shape[1], TOKENS), x.shape[0]
+def _tiles(x: Tensor) -> tuple[int, int]:
+    """Tiles of tokens, and of channels."""
+    return x.shape[0] * triton.cdiv(x.shape[1], TOKENS), triton.cdiv(x.shape[2], CHANNELS)
 
 
 def _sizes(x: Tensor, weight: Tensor, before: Tensor | None) -> dict[str, int]:
@@ -82,9 +90,10 @@ def _sizes(x: Tensor, weight: Tensor, before: Tensor | None) -> dict[str, int]:
 
 
 @torch.library.custom_op("headmax::short_conv", mutates_args=())
+@on_its_device
 def _forward(x: Tensor, weight: Tensor, before: Tensor | None) -> Tensor:
-    y = torch.empty_like(x)
-    short_conv_kernel[_grid(x)](x, weight, before, y, **_sizes(x, weight, before))
+    y, tiles = torch.empty_like(x), _tiles(x)
+    short_conv_kernel[(tiles[0] * tiles[1],)](x, weight, before, y, **_sizes(x, weight, before))
     return y
 
 
@@ -94,10 +103,11 @@ def _(x, weight, before):
 
 
 @torch.library.custom_op("headmax::short_conv_backward", mutates_args=())
+@on_its_device
 def _backward(d_y: Tensor, x: Tensor, weight: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
-    d_x, grid = torch.empty_like(x), _grid(x)
-    shares = x.new_empty(grid[1] * grid[2], *weight.shape, dtype=torch.float32)
-    short_conv_gradients_kernel[grid](x, weight, before, d_y.contiguous(), d_x, shares, **_sizes(x, weight, before))
+    d_x, tiles = torch.empty_like(x), _tiles(x)
+    shares = x.new_empty(tiles[0], *weight.shape, dtype=torch.float32)
+    short_conv_gradients_kernel[(tiles[0] * tiles[1],)](x, weight, before, d_y.contiguous(), d_x, shares, **_sizes(x, weight, before))
     return d_x, shares.sum(0).to(weight.dtype)
 
 

@@ -72,6 +72,6 @@ class Attention(nn.Module):
             k, v = torch.cat([state.keys, k], dim=2), torch.cat([state.values, v], dim=2)
         if mask is None or mask.ndim == 2:
             mask = attention_mask(x.shape[1], past, mask, packing, x.device)
-        o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and past == 0)
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and not past)
         hidden = self.o_proj(o.transpose(1, 2).flatten(2))
         return MixerOutput(hidden, AttentionState(k, v) if return_state else None, None)
