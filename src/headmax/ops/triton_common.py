@@ -63,10 +63,13 @@ class Layout:
     def chunks(self) -> int:
         return self.batch * triton.cdiv(self.time, CHUNK) if self.table is None else self.table.shape[0]
 
-    def segments(self, blocks: int, processors: int) -> int:
-        """Into how many segments a scan cuts each sequence: enough to give every processor two of the `blocks` per sequence."""
-        wanted = 2 * processors // (blocks * self.sequences)
-        return max(1, min(wanted, self.chunks // (MIN_SEGMENT * self.sequences)))
+    def segments(self, blocks: int, processors: int, least: int = 2) -> int:
+        """Into how many segments a scan cuts each sequence: enough to give every processor two of the `blocks` per sequence.
+
+        One where that is fewer than `least`: what segments do over again would cost more than they gain.
+        """
+        wanted = min(2 * processors // (blocks * self.sequences), self.chunks // (MIN_SEGMENT * self.sequences))
+        return wanted if wanted >= least else 1
 
 
 # Grids have one axis: only the first may be longer than 65,535. Programs that share inputs are neighbours.

@@ -345,8 +345,8 @@ def delta_scan_back(
 
 
 def segments_of(layout: Layout, value: int, heads: int, x: Tensor) -> int:
-    """Into how many segments a scan of the delta rule cuts each sequence."""
-    return layout.segments(triton.cdiv(value, 64) * heads, processors(x.device))
+    """Into how many segments a scan of the delta rule cuts each sequence; it then does three times the work."""
+    return layout.segments(triton.cdiv(value, 64) * heads, processors(x.device), least=4)
 
 
 @torch.library.custom_op("headmax::gated_delta_rule", mutates_args=())
