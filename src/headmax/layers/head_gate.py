@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from headmax.layers.initialized import Initialized
 from headmax.ops import head_gate
 from headmax.ops.checks import compute_dtype
-from headmax.ops.registry import suggest
+from headmax.ops.registry import beside, suggest
 
 Source = Literal["head", "hidden_heads", "hidden"]
 Kind = Literal["softmax", "sigmoid", "uniform"]
@@ -107,20 +107,21 @@ class HeadGate(Initialized):
             if weight is not None:
                 yield weight, torch.randn_like(weight) * self.init_std
 
-    def forward(self, q: Tensor, k: Tensor, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def forward(self, q: Tensor, k: Tensor, x: Tensor, backend: str = "auto") -> tuple[Tensor | None, Tensor | None]:
         """(read, write) gates [B,T,H] for q, k [B,T,heads,K], taken before feature map, rotary and norm, and the hidden state x [B,T,E]."""
-        read = self._gate(q, x, self.read_weight) if self.read else None
-        write = self._gate(k, x, self.write_weight) if self.write else None
+        read = self._gate(q, x, self.read_weight, backend) if self.read else None
+        write = self._gate(k, x, self.write_weight, backend) if self.write else None
         return read, write
 
-    def _gate(self, heads: Tensor, x: Tensor, weight: Tensor | None) -> Tensor:
+    def _gate(self, heads: Tensor, x: Tensor, weight: Tensor | None, backend: str) -> Tensor:
         if weight is None:
             return x.new_full((*x.shape[:2], self.num_heads), self.scale / self.num_heads, dtype=compute_dtype(x.dtype))
         if self.source == "head":
             scored = heads
         else:
             scored = x if self.source == "hidden" else x.unflatten(-1, (self.num_heads, -1))
-        return head_gate(scored, weight, self.temperature, self.scale, kind="sigmoid" if self.kind == "sigmoid" else "softmax")
+        kind: Literal["softmax", "sigmoid"] = "sigmoid" if self.kind == "sigmoid" else "softmax"
+        return head_gate(scored, weight, self.temperature, self.scale, kind=kind, backend=beside(backend))
 
     def extra_repr(self) -> str:
         return f"heads={self.num_heads}, read={self.read}, write={self.write}, source={self.source}, kind={self.kind}, scale={self.scale:g}"

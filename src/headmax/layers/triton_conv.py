@@ -154,4 +154,6 @@ _forward.register_autograd(_gradient, setup_context=_save)
 
 def short_conv(x: Tensor, weight: Tensor, before: Tensor | None) -> Tensor:
     """silu of the causal depthwise convolution of x [B,T,D] with weight [D,W]; `before` [T] counts a packed token's predecessors."""
+    if x.dtype == torch.float64:
+        raise ValueError("short_conv: backend 'triton' computes in float32, got torch.float64; use 'chunkwise'")
     return _forward(x.contiguous(), weight.contiguous(), before)

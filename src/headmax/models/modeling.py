@@ -296,5 +296,6 @@ class HeadmaxForCausalLM(HeadmaxPreTrainedModel, GenerationMixin):
         """The mean loss of predicting each next token; Hugging Face's Trainer hands the number of them in over all its devices."""
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
-        total = linear_cross_entropy(x, self.lm_head.weight, shift_labels)
+        shift_labels = shift_labels.to(x.device)
+        total = linear_cross_entropy(x, self.lm_head.weight, shift_labels, self.config.backend)
         return total / ((shift_labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch)

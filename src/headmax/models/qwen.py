@@ -58,7 +58,7 @@ class QwenGatedDeltaNet(nn.Module):
             state = layer.recurrent_states[0] if layer.has_previous_state[0] else None
             width = self.conv1d.weight.shape[-1]
             joined = cache_params.update_conv_state(joined.transpose(1, 2), self.layer_idx, conv_kernel_size=width).transpose(1, 2)
-        mixed = short_convolution(joined, self.conv1d.weight.squeeze(1), None, packing)[0][:, -time:]
+        mixed = short_convolution(joined, self.conv1d.weight.squeeze(1), None, packing)[:, -time:]
         keys = self.num_k_heads * self.head_k_dim
         q, k, v = mixed.split([keys, keys, self.num_v_heads * self.head_v_dim], dim=-1)
         q, k = (y.unflatten(-1, (-1, self.head_k_dim)) for y in (q, k))

@@ -126,10 +126,9 @@ def suggest(name: object, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(map(repr, options))}"
 
 
-@torch.compiler.assume_constant_result
-def has_kernels(device_type: str) -> bool:
-    """Whether Triton kernels run on such a device."""
-    return device_type == "cuda" and kernel_obstacle() is None
+def beside(backend: str) -> str:
+    """What the ops around a recurrence of that backend run on: kernels where it names them, else plain PyTorch, as it is itself."""
+    return backend if backend in ("auto", "triton") else "reference"
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:

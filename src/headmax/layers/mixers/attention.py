@@ -60,6 +60,8 @@ class Attention(nn.Module):
         mask: Tensor | None = None,
     ) -> MixerOutput:
         """x [B,T,E] → MixerOutput. `mask` is 0 at padded keys, [B, seen + T], or a finished [B or 1, 1, T, seen + T]."""
+        if packing is not None and (return_state or state is not None):
+            raise ValueError("Attention: packed sequences leave no state, whose keys could not be told apart: run them one by one")
         past = 0 if state is None else state.keys.shape[2]
         if positions is None:
             start = torch.arange(past, past + x.shape[1], device=x.device)

@@ -122,8 +122,8 @@ class RecurrentMixer(Initialized):
         """
         if mask is not None:
             x = x.masked_fill(~mask.bool().unsqueeze(-1), 0.0)
-        q, k, v, conv = self.project(x, state, packing)
-        read, write = (None, None) if self.head_gate is None else self.head_gate(q, k, x)
+        q, k, v, conv = self.project(x, state, packing, return_state)
+        read, write = (None, None) if self.head_gate is None else self.head_gate(q, k, x, self.backend)
         o, recurrent = self.recur(
             x,
             q,
@@ -150,14 +150,15 @@ class RecurrentMixer(Initialized):
         return o.flatten(2) if self.g_proj is None else swish_gate(o.flatten(2), gates[0])
 
     def project(
-        self, x: Tensor, state: RecurrentState | None, packing: Packing | None
+        self, x: Tensor, state: RecurrentState | None, packing: Packing | None, return_state: bool
     ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
-        """q, k, v by head, after the short convolution if there is one, and the convolution's new state."""
+        """q, k, v by head, after the short convolution if there is one, and the convolution's new state if wanted."""
         projected = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
         conv: tuple[Tensor, ...] = ()
         if self.convs is not None:
             before = (None, None, None) if state is None else state.conv
-            pairs = [conv(y, past, packing) for conv, y, past in zip(self.convs, projected, before, strict=True)]
+            options = {"packing": packing, "return_state": return_state, "backend": self.backend}
+            pairs = [conv(y, past, **options) for conv, y, past in zip(self.convs, projected, before, strict=True)]
             projected, conv = [y for y, _ in pairs], tuple(past for _, past in pairs)
         q, k = (y.unflatten(-1, (self.num_heads, self.head_k_dim)) for y in projected[:2])
         return q, k, projected[2].unflatten(-1, (self.num_v_heads, self.head_v_dim)), conv
