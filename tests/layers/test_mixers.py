@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from headmax import HeadGateConfig, HeadmaxConfig, HeadmaxForCausalLM, Packing
 from headmax.layers import MIXERS
@@ -357,3 +358,24 @@ def test_the_kernel_of_the_short_convolution(time: int, channels: int, width: in
     gradients = torch.autograd.grad(actual, (narrow, weight), direction.to(device, torch.float32))
     for a, e in zip((actual, *gradients), (expected, *wanted), strict=True):
         assert distance(a, e) <= 1e-6
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks, at a block's input
+@pytest.mark.parametrize(("name", "options", "products"), [
+    ("gla", {"conv_size": None}, 6),  # q, k, v, output, decay up, and one for swish gate, decay down and scores
+    ("retnet", {"conv_size": None}, 3),  # v, output, and one for all else
+    ("gated_deltanet", {"num_v_heads": 8}, 5),  # q, k, v, output, and one for swish gate, decay and strength
+])  # fmt: skip
+@pytest.mark.parametrize("source", ["head", "hidden_heads", "hidden"])
+def test_a_training_graph_joins_products_and_computes_the_same(name: str, options: dict[str, Any], products: int, source: Any) -> None:
+    mixer = make(name, **options, head_gate=HeadGateConfig(init_std=1.0, source=source)).requires_grad_()
+    x, leaves = hidden(2, 20).requires_grad_(), list(mixer.parameters())
+    expected = torch.autograd.grad(mixer(x).hidden.square().sum(), [x, *leaves])
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(mixer, fullgraph=True, backend=counter)
+    actual = torch.autograd.grad(compiled(x).hidden.square().sum(), [x, *leaves])
+    for a, e in zip(actual, expected, strict=True):
+        assert distance(a, e) <= 1e-10
+    found = [node for node in counter.graphs[0].graph.nodes if node.target is torch._C._nn.linear]
+    assert len(found) == products
