@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headmax.layers.projection import project
 from headmax.ops.recompute import recomputed
 
 
@@ -28,4 +27,4 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(recomputed(swish_gate, *project(x, [self.up_proj, self.gate_proj])))
+        return self.down_proj(recomputed(swish_gate, self.up_proj(x), self.gate_proj(x)))

@@ -11,7 +11,7 @@ from headmax.ops.triton_common import on_its_device
 
 TOKENS, CHANNELS = 64, 64
 """The tile of a program."""
-STEPS = 8
+STEPS = 2
 """Tiles of tokens over which a program sums its share of the weight's gradient."""
 
 
