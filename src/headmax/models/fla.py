@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from headmax.layers import MIXERS, HeadGateConfig
 from headmax.layers.mixers import RecurrentMixer
 from headmax.layers.mixers.base import RecurrentState
-from headmax.models.convert import config_from_fla, our_name
+from headmax.models.convert import NAMES, config_from_fla
 from headmax.ops.packing import Packing
 
 LAYERS = ("GatedLinearAttention", "MultiScaleRetention", "GatedDeltaNet")
@@ -32,7 +32,7 @@ class FLAMixer(nn.Module):
         with torch.device("meta"):
             mixer = cast(RecurrentMixer, MIXERS[name](**ours.mixer_arguments(name)))
         for path, parameter in theirs.named_parameters():
-            target = (our_name(f"model.layers.0.attn.{path}") or "").removeprefix("model.layers.0.mixer.")
+            target = NAMES.get(f"attn.{path}", "").removeprefix("mixer.")
             if not target:
                 raise ValueError(f"softmaxify: nothing in headmax takes {path} of {type(theirs).__name__}")
             if parameter.ndim == 3:  # a convolution: [D,1,W] there, [D,W] here, the same memory
