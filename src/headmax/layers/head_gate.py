@@ -53,9 +53,9 @@ class HeadGateConfig:
         if not self.init_std >= 0:
             raise ValueError(f"HeadGateConfig: init_std must not be negative, got {self.init_std!r}")
 
-    def build(self, *, hidden_size: int, num_heads: int, head_dim: int) -> HeadGate:
-        """The module, for `num_heads` gates scored on heads of width `head_dim`."""
-        return HeadGate(
+    def build(self, *, hidden_size: int, num_heads: int, head_dim: int, like: Tensor) -> HeadGate:
+        """The module, for `num_heads` gates scored on heads of width `head_dim`, on the device and in the dtype of `like`."""
+        gate = HeadGate(
             hidden_size=hidden_size,
             num_heads=num_heads,
             head_dim=head_dim,
@@ -67,6 +67,7 @@ class HeadGateConfig:
             temperature=self.temperature,
             init_std=self.init_std,
         )
+        return gate.to(like.device, like.dtype if like.is_floating_point() else None)  # a quantized weight has no dtype to share
 
 
 class HeadGate(Initialized):

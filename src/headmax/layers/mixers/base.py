@@ -91,8 +91,6 @@ class RecurrentMixer(Initialized):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        if not isinstance(head_gate, HeadGateConfig | None):
-            raise ValueError(f"head_gate must be a HeadGateConfig or None, got {head_gate!r}")
         self.num_heads, self.num_v_heads = num_heads, num_heads if num_v_heads is None else num_v_heads
         if self.num_v_heads < 1 or self.num_v_heads % num_heads:
             raise ValueError(f"num_v_heads must be a multiple of num_heads {num_heads}, got {num_v_heads}")
@@ -111,11 +109,14 @@ class RecurrentMixer(Initialized):
             self.add_head_gate(head_gate)
 
     def add_head_gate(self, config: HeadGateConfig) -> None:
-        """Gates for a mixer that has none, on its device."""
+        """Gates for a mixer that has none, on its device and in its dtype."""
+        if not isinstance(config, HeadGateConfig):
+            raise ValueError(f"head_gate must be a HeadGateConfig or None, got {config!r}")
         if self.head_gate is not None:
             raise ValueError("head_gate: the mixer has gates already")
-        sizes = {"hidden_size": self.q_proj.in_features, "num_heads": self.num_v_heads, "head_dim": self.head_k_dim}
-        self.head_gate = config.build(**sizes).to(self.q_proj.weight.device)
+        self.head_gate = config.build(
+            hidden_size=self.q_proj.in_features, num_heads=self.num_v_heads, head_dim=self.head_k_dim, like=self.q_proj.weight
+        )
         self.read_after_norm = config.read_position == "after_norm"
 
     def recur(
