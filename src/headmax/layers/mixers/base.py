@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
@@ -24,6 +24,20 @@ class RecurrentState(NamedTuple):
     """[sequences, heads, key, value]"""
     conv: tuple[Tensor, ...]
     """The last inputs of the short convolutions on q, k and v, [sequences, width - 1, channels]; empty without them."""
+
+
+class StepTerms(NamedTuple):
+    """What a fused decoding step must know of a mixer beside what all have in common."""
+
+    decay: Literal["none", "head", "channel", "delta"]
+    """Of the state: none, exp(decay_bias) per head, GLA's per channel, or the delta rule with its own."""
+    feature: str
+    """What becomes of q and k: the name of a feature map, or "unit_length"."""
+    projections: tuple[nn.Linear, ...] = ()
+    """Of the hidden state, beside q, k, v and the swish gate: what the decay, and the delta rule's beta, are made from."""
+    decay_weight: Tensor | None = None
+    decay_bias: Tensor | None = None
+    normalizer: float = 1.0
 
 
 class MixerOutput(NamedTuple):
@@ -106,6 +120,10 @@ class RecurrentMixer(Initialized):
         """The recurrence on q, k [B,T,H,K] and v [B,T,HV,V]; `options` are gates, state, packing and backend, for the op."""
         raise TypeError(f"{type(self).__name__} does not define a recurrence")
 
+    def step_terms(self) -> StepTerms:
+        """For the kernel that decodes one token."""
+        raise TypeError(f"{type(self).__name__} does not say how one token is decoded")
+
     def forward(
         self,
         x: Tensor,
@@ -135,7 +153,7 @@ class RecurrentMixer(Initialized):
             initial_state=None if state is None else state.recurrent,
             return_state=return_state,
             cu_seqlens=packing,
-            backend=self.backend,
+            backend="reference" if self.backend == "auto" and x.shape[1] == 1 else self.backend,  # one token is no chunk
         )
         gates = () if self.g_proj is None else (self.g_proj(x),)
         mixed = self.o_proj(recomputed(self.finish, o, *gates, *((read,) if self.read_after_norm else ())))
