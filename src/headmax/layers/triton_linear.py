@@ -1,7 +1,8 @@
-"""Products of a few rows with a matrix, at the speed of reading the matrix: norms and gates go in on the way, residuals and convolutions on the way out."""
+"""Products of a few rows with a matrix, at the speed of reading it: norm and gates on the way in, residual or convolution on the way out."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headmax.ops.triton_common import dot_precision
+from headmax.ops.triton_tiles import processors
 
 FEW_ROWS = 16
 """Up to here one kernel does all; above, the matrix library is faster, between kernels of our own."""
@@ -105,7 +107,7 @@ def linear_row_kernel(
     N: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
     PAIR: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """BN outputs of one row, from BN whole rows of the matrix [N, K] seen as [N, GROUPS, K / GROUPS]; as a pair, silu(first half) * second."""
+    """BN outputs of one row from BN rows of the matrix [N, K] seen as [N, GROUPS, K / GROUPS]; as a pair, silu(first half) * second."""
     row, n = tl.program_id(1), tl.program_id(0) * BN + tl.arange(0, BN)
     group, channel = tl.arange(0, BG)[:, None], tl.arange(0, BC)[None, :]
     SIZE: tl.constexpr = K // GROUPS
@@ -130,7 +132,7 @@ def linear_rows_kernel(
     N: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
     PAIR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The same for up to BM rows at once, on matrix units: along the width block by block, a block being a group where there are several."""
+    """The same for up to BM rows at once, on matrix units: block by block along the width, a group at a time where there are several."""
     row, n = tl.arange(0, BM)[:, None], tl.program_id(0) * BN + tl.arange(0, BN)[None, :]
     STEP: tl.constexpr = BK if GROUPS == 1 else K // GROUPS
     y, other = tl.zeros([BM, BN], tl.float32), tl.zeros([BM, BN], tl.float32)
@@ -206,7 +208,10 @@ def linear(
     pair: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """source @ weight.T [rows, N] in `dtype` (the matrix's unless given), plus `residual`, or convolved; a `pair` is silu(first half) * second half."""
+    """source @ weight.T [rows, N] in `dtype` (the matrix's unless given), plus `residual`, or convolved.
+
+    A `pair` is silu(first half) * second half.
+    """
     rows, width = source.x.shape
     dtype = weight.dtype if dtype is None else dtype
     if rows > FEW_ROWS:
@@ -222,7 +227,8 @@ def linear(
     size = triton.next_power_of_2(width // groups)
     if rows == 1:
         whole = triton.next_power_of_2(groups) * size
-        block = max(1, min(8, TILE // (2 if pair else 1) // whole))
+        share = max(1, outputs // (2 * processors(weight.device)))  # two programs or more for every processor
+        block = max(1, min(1 << round(math.log2(share)), TILE // (2 if pair else 1) // whole))
         tiles = {"BN": block, "BG": triton.next_power_of_2(groups), "BC": size, "num_warps": 4 if block * whole <= TILE // 2 else 8}
         linear_row_kernel[(triton.cdiv(outputs, block), rows)](**arguments, **tiles)
     else:

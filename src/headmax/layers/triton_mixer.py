@@ -1,4 +1,4 @@
-"""One decoding step of a recurrent mixer in one kernel: from the projections of a token to what its heads read out, the state moved on in place."""
+"""One decoding step of a recurrent mixer in one kernel: from a token's projections to what its heads read, the state moved on in place."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def mixer_step_kernel(
     DECAY: tl.constexpr, FEATURE: tl.constexpr, KIND: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """BV value channels of one head of one sequence. `projected` holds a row per sequence, in which Q, KEYS, ... say where each part starts."""
+    """BV value channels of one head of one sequence. `projected` has a row per sequence; Q, KEYS, ... say where each part of it starts."""
     head, sequence = tl.program_id(1), tl.program_id(2).to(tl.int64)
     channel, column = tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV)
     inside, key_head = channel < K, head // (H // KEY_HEADS)
@@ -137,6 +137,14 @@ def mixer_step_kernel(
     tl.store(out + (sequence * H + head) * V + column, o, mask=column < V)
 
 
+def tiles(states: int, key: int, value: int, device: torch.device) -> tuple[int, int]:
+    """Value channels of a program, and its warps: as many channels as leave every processor two programs."""
+    width = min(64, max(16, triton.next_power_of_2(value)))
+    while width > 16 and states * triton.cdiv(value, width) < 2 * processors(device):
+        width //= 2
+    return width, 4 if key <= 128 else 8
+
+
 def mixer_step(
     projected: Tensor, state: Tensor, key_heads: int, rotary: Rotary | None, starts: dict[str, int], arguments: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
@@ -147,9 +155,7 @@ def mixer_step(
     rows, heads, key, value = state.shape
     out = projected.new_empty(rows, heads * value, dtype=torch.float32)
     read = out.new_empty(rows, heads) if arguments["READ"] == "after_norm" else None
-    width = min(64, max(16, triton.next_power_of_2(value)))
-    while width > 16 and rows * heads * triton.cdiv(value, width) < 2 * processors(state.device):
-        width //= 2
+    width, warps = tiles(rows * heads, key, value, state.device)
     mixer_step_kernel[(triton.cdiv(value, width), heads, rows)](
         projected,
         state,
@@ -166,7 +172,7 @@ def mixer_step(
         BV=width,
         BH=triton.next_power_of_2(heads),
         BR=triton.next_power_of_2(arguments["RANK"]),
-        num_warps=4 if key <= 128 else 8,
+        num_warps=warps,
         **starts,
         **arguments,
     )

@@ -92,7 +92,7 @@ class RecurrentMixer(Initialized):
         self.num_heads, self.num_v_heads = num_heads, num_heads if num_v_heads is None else num_v_heads
         if self.num_v_heads < 1 or self.num_v_heads % num_heads:
             raise ValueError(f"num_v_heads must be a multiple of num_heads {num_heads}, got {num_v_heads}")
-        self.head_k_dim, self.head_v_dim, self.backend = head_k_dim, head_v_dim, backend
+        self.head_k_dim, self.head_v_dim, self.conv_size, self.backend = head_k_dim, head_v_dim, conv_size, backend
         key, value = num_heads * head_k_dim, self.num_v_heads * head_v_dim
         self.q_proj = nn.Linear(hidden_size, key, bias=False)
         self.k_proj = nn.Linear(hidden_size, key, bias=False)

@@ -7,26 +7,33 @@ import torch
 
 from headmax import HeadGateConfig, HeadmaxConfig, HeadmaxForCausalLM
 from headmax.layers.block import Block
+from headmax.layers.decoding import Place, Slots, make_slots, plain_step, unfit
 from headmax.layers.feature_map import FEATURE_MAPS
-from headmax.layers.slots import Place, Slots, make_slots, plain_step
 
 pytest.importorskip("triton")
-from headmax.layers.fused import FusedBlock, unfit
-from headmax.layers.triton_linear import FEW_ROWS
+from headmax.layers import triton_linear
+from headmax.layers.triton_block import FusedBlock
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 here = pytest.mark.gpu if GPU else lambda test: test  # interpreted where there is no GPU
-LENGTH = 8
+LENGTH, HIDDEN = 8, 24
 GATE = HeadGateConfig(init_std=1.0)
 RECURRENT = ("linear", "retnet", "gla", "gated_deltanet")
 
 
 def make(mixer: str, dtype: torch.dtype = torch.float32, **options: Any) -> Block:
     torch.manual_seed(0)
-    settings = {"hidden_size": 40, "num_heads": 2, "intermediate_size": 72, "vocab_size": 8, "initializer_range": 0.3, "num_hidden_layers": 1}
+    settings = {
+        "hidden_size": HIDDEN,
+        "intermediate_size": 40,
+        "num_heads": 2,
+        "num_hidden_layers": 1,
+        "vocab_size": 8,
+        "initializer_range": 0.3,
+    }
     if mixer != "attention":
-        settings |= {"head_k_dim": 20, "head_v_dim": 40, "head_gate": GATE}
+        settings |= {"head_k_dim": 12, "head_v_dim": 20, "head_gate": GATE}
     model = HeadmaxForCausalLM(HeadmaxConfig(mixer=mixer, **settings | options)).eval()
     with torch.no_grad():
         for parameter in model.parameters():  # norms and decays that are all alike would hide an index gone wrong
@@ -55,7 +62,7 @@ def decode(step: Any, slots: Slots, block: Block, rows: int, steps: int, dtype: 
     generator = torch.Generator().manual_seed(2)
     outputs, start = [], torch.arange(rows, device=DEVICE) % 3 + 2
     for n in range(steps):
-        x = torch.randn(rows, 40, generator=generator).to(DEVICE, dtype)
+        x = torch.randn(rows, HIDDEN, generator=generator).to(DEVICE, dtype)
         outputs.append(step(x, slots, place(block, start + n, dtype)))
     return torch.stack(outputs)
 
@@ -63,8 +70,8 @@ def decode(step: Any, slots: Slots, block: Block, rows: int, steps: int, dtype: 
 def assert_equal_to_plain(block: Block, rows: int = 1, tolerance: float = 2e-5, state_dtype: torch.dtype = torch.float32) -> None:
     dtype = block.mlp_norm.weight.dtype
     ours, theirs = (filled(block, rows, state_dtype) for _ in range(2))
-    expected = decode(lambda *a: plain_step(block, *a), theirs, block, rows, 3, dtype)
-    actual = decode(FusedBlock(block), ours, block, rows, 3, dtype)
+    expected = decode(lambda *a: plain_step(block, *a), theirs, block, rows, 2, dtype)
+    actual = decode(FusedBlock(block), ours, block, rows, 2, dtype)
     assert (actual - expected).abs().max() <= tolerance * expected.abs().max()
     for name, x in vars(ours).items():
         if isinstance(x, torch.Tensor):
@@ -73,93 +80,95 @@ def assert_equal_to_plain(block: Block, rows: int = 1, tolerance: float = 2e-5, 
             assert torch.equal(x[rows:], wanted[rows:]), f"{name} of a slot that is not in use"
 
 
-ROWS = (1, 3, FEW_ROWS + 2)
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter takes its time for each."""
+    if not GPU:
+        monkeypatch.setattr(triton_linear, "processors", lambda device: 1)
+
+
+@pytest.fixture(params=["one", "few", "many"])
+def rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Sequences in a batch, as many as each way of multiplying is for; the last is for many but works for any number."""
+    if request.param == "many":
+        monkeypatch.setattr(triton_linear, "FEW_ROWS", 0)
+    return 1 if request.param == "one" else 3
 
 
 @here
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("mixer", (*RECURRENT, "attention"))
+@pytest.mark.parametrize("mixer", [*RECURRENT, "attention"])
 def test_every_mixer_at_every_size_of_batch(mixer: str, rows: int) -> None:
     assert_equal_to_plain(make(mixer), rows)
 
 
 @here
-@pytest.mark.parametrize("rows", (1, 3))
 @pytest.mark.parametrize("source", ["head", "hidden_heads", "hidden"])
 @pytest.mark.parametrize("kind", ["softmax", "sigmoid", "uniform"])
-def test_every_gate(kind: str, source: str, rows: int) -> None:
+def test_every_gate(kind: str, source: str) -> None:
     gate = HeadGateConfig(kind=kind, source=source, init_std=1.0, temperature=0.7, scale="heads")  # type: ignore[arg-type]
-    assert_equal_to_plain(make("gla", head_gate=gate), rows)
+    assert_equal_to_plain(make("gla", head_gate=gate))
 
 
 @here
 @pytest.mark.parametrize(
     "gate", [None, HeadGateConfig(read=False, init_std=1.0), HeadGateConfig(write=False, init_std=1.0)], ids=["none", "write", "read"]
 )
-@pytest.mark.parametrize("mixer", RECURRENT)
+@pytest.mark.parametrize("mixer", ["gla", "gated_deltanet"])
 def test_one_gate_or_none(mixer: str, gate: HeadGateConfig | None) -> None:
     assert_equal_to_plain(make(mixer, head_gate=gate))
 
 
 @here
-@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("norm", ["head", "joint", "none"])
 @pytest.mark.parametrize("position", ["query", "after_norm"])
-def test_every_place_of_the_read_gate(position: str, norm: str, rows: int) -> None:
+def test_every_place_of_the_read_gate(position: str, norm: str) -> None:
     gate = HeadGateConfig(read_position=position, init_std=1.0)  # type: ignore[arg-type]
-    assert_equal_to_plain(make("retnet", head_gate=gate, output_norm=norm), rows)
+    assert_equal_to_plain(make("retnet", head_gate=gate, output_norm=norm))
 
 
 @here
 @pytest.mark.parametrize("feature_map", FEATURE_MAPS)
-@pytest.mark.parametrize("mixer", ["linear", "retnet"])
-def test_every_feature_map(mixer: str, feature_map: str) -> None:
-    assert_equal_to_plain(make(mixer, feature_map=feature_map))
+def test_every_feature_map(feature_map: str) -> None:
+    assert_equal_to_plain(make("retnet", feature_map=feature_map))
 
 
 @here
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("conv_size", [2, 3, 4])
+@pytest.mark.parametrize("conv_size", [2, 3])
 def test_convolutions_move_on(conv_size: int, rows: int) -> None:
     assert_equal_to_plain(make("linear", conv_size=conv_size, output_norm="none"), rows)
 
 
 @here
-@pytest.mark.parametrize("rows", (1, 3))
 def test_more_value_heads_than_key_heads(rows: int) -> None:
     assert_equal_to_plain(make("gated_deltanet", num_v_heads=6, head_v_dim=12), rows)
-    after = HeadGateConfig(read_position="after_norm", source="hidden", init_std=1.0)
-    assert_equal_to_plain(make("gated_deltanet", num_v_heads=6, head_v_dim=12, head_gate=after), rows)
+    if rows == 1:
+        after = HeadGateConfig(read_position="after_norm", source="hidden", init_std=1.0)
+        assert_equal_to_plain(make("gated_deltanet", num_v_heads=6, head_v_dim=12, head_gate=after))
 
 
 @here
-def test_one_head_and_three() -> None:
-    assert_equal_to_plain(make("gla", num_heads=1))
-    assert_equal_to_plain(make("retnet", num_heads=3), 3)
+def test_odd_numbers_and_widths_of_heads(rows: int) -> None:
+    assert_equal_to_plain(make("gla", num_heads=1), rows)
+    assert_equal_to_plain(make("gla", head_k_dim=20, head_v_dim=40), rows)
+    assert_equal_to_plain(make("retnet", num_heads=3, head_k_dim=6, head_v_dim=9), rows)
 
 
 @here
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("mixer", RECURRENT)
-def test_bfloat16_is_no_further_from_the_truth_than_the_plain_step(mixer: str, rows: int) -> None:
-    """And with a bfloat16 state neither."""
-    for state_dtype in (torch.float32, torch.bfloat16):
-        block = make(mixer, torch.bfloat16)
-        exact = make(mixer)
+def test_bfloat16_is_no_further_from_the_truth_than_the_plain_step(rows: int) -> None:
+    for mixer, state_dtype in (("gla", torch.float32), ("gated_deltanet", torch.bfloat16)):
+        block, exact = make(mixer, torch.bfloat16), make(mixer)
         exact.load_state_dict(block.state_dict())
-        slots = [filled(b, rows, kind) for b, kind in ((block, state_dtype), (block, state_dtype), (exact, torch.float32))]
-        for x, y in zip(vars(slots[2]).values(), vars(slots[0]).values(), strict=True):
+        ours, theirs, true = filled(block, rows, state_dtype), filled(block, rows, state_dtype), filled(exact, rows, torch.float32)
+        for name, x in vars(true).items():
             if isinstance(x, torch.Tensor):
-                x.copy_(y)
-        plain = decode(lambda *a, b=block: plain_step(b, *a), slots[0], block, rows, 3, torch.bfloat16)
-        fused = decode(FusedBlock(block), slots[1], block, rows, 3, torch.bfloat16)
-        truth = decode(lambda *a, b=exact: plain_step(b, *[x.float() if torch.is_tensor(x) else x for x in a]), slots[2], exact, rows, 3, torch.bfloat16)
-        off, allowed = (fused - truth).norm(), (plain - truth).norm()
-        assert off <= 1.2 * allowed + 1e-3 * truth.norm(), (off, allowed)
+                x.copy_(getattr(ours, name))
+        fused = decode(FusedBlock(block), ours, block, rows, 2, torch.bfloat16)
+        plain = decode(lambda *a, b=block: plain_step(b, *a), theirs, block, rows, 2, torch.bfloat16)
+        truth = decode(lambda x, *a, b=exact: plain_step(b, x.float(), *a), true, exact, rows, 2, torch.bfloat16)
+        assert (fused - truth).norm() <= 1.2 * (plain - truth).norm(), mixer
 
 
 @here
-@pytest.mark.parametrize("rows", ROWS)
 def test_outputs_are_written_everywhere(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is poisoned with NaN before the kernels run; nothing of it may show."""
     new_empty = torch.Tensor.new_empty
@@ -177,8 +186,8 @@ def test_the_model_keeps_its_weights_as_views_of_the_stacks() -> None:
         assert torch.equal(x, before[name]), name
     block.mixer.k_proj.weight.zero_()
     block.mlp.up_proj.weight.zero_()
-    assert (fused.mixer.inputs[40:80] == 0).all()
-    assert (fused.up[72:] == 0).all()
+    assert (fused.mixer.inputs[24:48] == 0).all()
+    assert (fused.up[40:] == 0).all()
 
 
 def test_what_cannot_be_fused_says_why() -> None:
