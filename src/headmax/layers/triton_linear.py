@@ -1,4 +1,4 @@
-"""Products of a few rows with a matrix, at the speed of reading it: norm and gates on the way in, residual or convolution on the way out."""
+"""Products of a few rows with a matrix, at the speed of reading it: norm and gates on the way in, residual, convolution on the way out."""
 
 from __future__ import annotations
 
