@@ -194,6 +194,62 @@ def bench_train(
         records.append(out, measured)
 
 
+def bench_decode(
+    recipe: str = "softmax-gla-340m",
+    peer: Literal["none", "fla", "hf"] = "none",
+    batches: tuple[int, ...] = (1, 8, 64, 256),
+    prompts: tuple[int, ...] = (1024, 65_536),
+    decoded: tuple[int, ...] = (512, 16_384),
+    drift: int = 0,
+    ours: bool = True,
+    transformer: bool = False,
+    peer_tokens: int = 64,
+    rounds: int = 12,
+    device: str = "cuda",
+    dtype: Literal["bfloat16", "float32"] = "bfloat16",
+    state_dtype: Literal["float32", "bfloat16"] = "float32",
+    limit: float | None = 900.0,
+    out: Path | None = None,
+) -> None:
+    """Time decoding: plain backbone and softmax twin in turns, then peers, each in a process of its own; printed as it comes.
+
+    Args:
+        recipe: which model, by the name of its softmax twin or of its plain backbone.
+        peer: fla is flash-linear-attention through generate; hf is the softmax model through generate, compiled, and Llama on a static cache.
+        batches: sequences at a time.
+        prompts: tokens of context before the timed steps; the first is also the prompt of whole generations.
+        decoded: lengths of whole generations of one text, prompt included.
+        drift: also compare a bfloat16 state with a float32 one over so many given tokens.
+        ours: measure the engine with the recipe's two models.
+        transformer: measure the engine with the Transformer++ of the recipe's size: PyTorch's attention on a static key-value cache.
+        peer_tokens: tokens a peer decodes for each figure.
+        rounds: timed stretches of 32 steps of each model, interleaved.
+        device: cpu or cuda.
+        dtype: of the weights.
+        state_dtype: of the recurrent states.
+        limit: seconds for each process.
+        out: append the records to this file.
+    """
+    import torch
+    from rich.console import Console
+
+    from headmax import recipes as book
+    from headmax import records
+    from headmax.bench import decode
+
+    plain = book.get(recipe).name.removeprefix("softmax-")
+    _check_device(device)
+    for name, numbers in {"batches": batches, "prompts": prompts, "decoded": decoded, "peer-tokens": (peer_tokens - 1,)}.items():
+        if any(number < 1 for number in numbers):
+            raise ValueError(f"--{name} must be at least {2 if name == 'peer-tokens' else 1}, got {' '.join(map(str, numbers))}")
+    groups = ["headmax"] * ours + ["transformer"] * transformer + {"none": [], "fla": ["fla"], "hf": ["generate", "llama"]}[peer]
+    sizes = {"batches": batches, "prompts": prompts, "decoded": decoded, "drift": drift, "peer_tokens": peer_tokens, "rounds": rounds}
+    kinds = {"dtype": getattr(torch, dtype), "state_dtype": getattr(torch, state_dtype), "device": device}
+    measured = decode.bench([decode.Plan(plain, group, **sizes, **kinds) for group in groups], limit, Console().print)  # type: ignore[arg-type]
+    if out is not None:
+        records.append(out, measured)
+
+
 def bench_tune(
     ops: tuple[Literal["linear_attention", "gla", "gated_delta_rule"], ...] = ("linear_attention", "gla", "gated_delta_rule"),
     widths: tuple[Literal["narrow", "wide"], ...] = ("narrow", "wide"),
@@ -237,6 +293,80 @@ def convert(source: Path, out: Path, /, to: Literal["headmax", "fla"] = "headmax
     print(f"headmax: wrote {out}")
 
 
+def generate(
+    checkpoint: Path,
+    /,
+    prompt: str | None = None,
+    file: Path | None = None,
+    max_new_tokens: int = 256,
+    greedy: bool = False,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    seed: int = 0,
+    stop: tuple[str, ...] = (),
+    prefix: Path | None = None,
+    save_prefix: Path | None = None,
+    tokenizer: Path | None = None,
+    device: str | None = None,
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+    state_dtype: Literal["float32", "bfloat16"] = "float32",
+    max_length: int | None = None,
+) -> None:
+    """Continue a text with a model, shown as it comes; without --prompt and --file, line by line from standard input.
+
+    Args:
+        checkpoint: a folder with config.json, safetensors files and a tokenizer.
+        prompt: the text to continue.
+        file: a file with the text to continue.
+        max_new_tokens: at most so many; the model's end-of-text token ends it too.
+        greedy: always the most likely token.
+        temperature: divides the logits.
+        top_k: only the most likely tokens, so many.
+        top_p: only the most likely tokens that together have this probability.
+        min_p: only tokens at least this likely, as a share of the most likely one's probability.
+        repetition_penalty: makes tokens that were there already less likely, if above 1.
+        seed: of the draws; the same seed gives the same text.
+        stop: strings that end the text.
+        prefix: a file from --save-prefix: the prompt continues what was read then.
+        save_prefix: read the prompt, keep what the model then remembers in this file, and generate nothing.
+        tokenizer: a folder with the tokenizer, if it is not beside the model.
+        device: cpu or cuda; cuda where there is one.
+        dtype: of the weights; bfloat16 on a GPU, float32 on a CPU unless given.
+        state_dtype: of the recurrent states.
+        max_length: most tokens of a text; needed by models with attention layers, and by no others.
+    """
+    import torch
+
+    from headmax.generate import GREEDY, Engine, Sampling, terminal
+
+    if prompt is not None and file is not None:
+        raise ValueError("give --prompt or --file, not both")
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    _check_device(device)
+    sampling = GREEDY if greedy else Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+    text = file.read_text() if file is not None else prompt
+    model = terminal.load(checkpoint, device, dtype and getattr(torch, dtype))
+    words = terminal.load_tokenizer(tokenizer or checkpoint)
+    engine = Engine(model, max_batch=1, state_dtype=getattr(torch, state_dtype), max_length=max_length, tokenizer=words)
+    ends = model.config.eos_token_id
+    ends = [] if ends is None else [ends] if isinstance(ends, int) else ends
+    settings = terminal.Settings(max_new_tokens, sampling, stop, [token for token in ends if token < model.config.vocab_size])
+    before = None if prefix is None else engine.load_prefix(prefix)
+    if save_prefix is not None:
+        if text is None:
+            raise ValueError("--save-prefix needs --prompt or --file")
+        read = engine.prefill(text, before)
+        read.save(save_prefix)
+        print(f"headmax: wrote {save_prefix}: {len(read):,} tokens, {read.nbytes() / 2**20:.1f} MiB", file=sys.stderr)
+    elif text is None:
+        terminal.interact(engine, before, settings)
+    else:
+        terminal.continue_text(engine, text, before, settings)
+
+
 def reproduce_readme(path: Path = Path("README.md")) -> None:
     """Render the README's figures anew from the committed records.
 
@@ -260,9 +390,11 @@ def main() -> None:
     app.command(recipes)
     app.command(demo)
     app.command(convert)
+    app.command(generate)
     bench = tyro.extras.SubcommandApp()
     bench.command(name="kernels")(bench_kernels)
     bench.command(name="train")(bench_train)
+    bench.command(name="decode")(bench_decode)
     bench.command(name="tune")(bench_tune)
     app.command(bench, name="bench")
     reproduce = tyro.extras.SubcommandApp()

@@ -12,8 +12,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from headmax import HeadmaxForCausalLM, recipes
 from headmax.bench.kernels import SPECS
 from headmax.bench.tune import WIDTHS
+from headmax.layers import triton_block
+from headmax.layers.block import Block
+from headmax.layers.decoding import Place, make_slots
 from headmax.layers.triton_conv import short_conv
 from headmax.layers.triton_loss import cross_entropy_rows
 from headmax.ops import head_gate, registry, triton_decayed, triton_tiles
@@ -55,6 +59,7 @@ def compile_only(capability: int) -> dict[str, int]:
     triton.runtime.driver.set_active(Absent(capability))
     JITFunction.run = compile_it
     registry.Lazy.unavailable = lambda *_: None  # type: ignore[method-assign]
+    triton_block.unfit = lambda _: None  # type: ignore[assignment]
     entry = max(size for size in map(int, triton_tiles.TABLE) if size <= SHARED[capability])
     triton_tiles.entry_for = lambda _: str(entry)  # type: ignore[assignment]
     triton_decayed.processors = triton_chunk.processors = many_processors  # type: ignore[assignment]
@@ -81,6 +86,21 @@ def calls(dtype: torch.dtype, shared: int) -> Iterator[tuple[str, Callable[[], o
     yield "short_conv", lambda: short_conv(row, taps.requires_grad_(), None).sum().backward()
     yield "packed short_conv", lambda: short_conv(row, taps, torch.arange(70)).sum().backward()
     yield "loss", lambda: cross_entropy_rows(torch.ones(3, 32_000, dtype=dtype), torch.arange(3))
+
+    for name in ("softmax-retnet-340m", "softmax-gla-340m", "softmax-gdn-340m"):
+        config = recipes.get(name).model
+        config.num_hidden_layers, config.vocab_size = 1, 8
+        block = HeadmaxForCausalLM(config).model.layers[0].to(dtype).requires_grad_(False)
+        for rows in (1, 8, 64):
+            yield f"decoding {rows} {name}", functools.partial(decode, block, rows)
+
+
+def decode(block: Block, rows: int) -> None:
+    """One step of a block, on kernels."""
+    settings, position = getattr(block.mixer, "rotary", None), torch.zeros(rows, dtype=torch.int64)
+    place = Place(position, {settings: settings and settings.at(position[:, None])}, None)
+    x = torch.zeros(rows, block.mlp.down_proj.weight.shape[0], dtype=block.mlp.down_proj.weight.dtype)
+    triton_block.FusedBlock(block)(x, make_slots(block, rows, torch.float32, None), place)
 
 
 def main(capability: int, dtypes: Sequence[torch.dtype]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
@@ -26,6 +26,20 @@ class RecurrentState(NamedTuple):
     """[sequences, heads, key, value]"""
     conv: tuple[Tensor, ...]
     """The last inputs of the short convolutions on q, k and v, [sequences, width - 1, channels]; empty without them."""
+
+
+class StepTerms(NamedTuple):
+    """What a fused decoding step must know of a mixer beside what all have in common."""
+
+    decay: Literal["none", "head", "channel", "delta"]
+    """Of the state: none, exp(decay_bias) per head, GLA's per channel, or the delta rule with its own."""
+    feature: str
+    """What becomes of q and k: the name of a feature map, or "unit_length"."""
+    projections: tuple[nn.Linear, ...] = ()
+    """Of the hidden state, beside q, k, v and the swish gate: what the decay, and the delta rule's beta, are made from."""
+    decay_weight: Tensor | None = None
+    decay_bias: Tensor | None = None
+    normalizer: float = 1.0
 
 
 class MixerOutput(NamedTuple):
@@ -94,7 +108,7 @@ class RecurrentMixer(Initialized):
         self.num_heads, self.num_v_heads = num_heads, num_heads if num_v_heads is None else num_v_heads
         if self.num_v_heads < 1 or self.num_v_heads % num_heads:
             raise ValueError(f"num_v_heads must be a multiple of num_heads {num_heads}, got {num_v_heads}")
-        self.head_k_dim, self.head_v_dim, self.backend = head_k_dim, head_v_dim, backend
+        self.head_k_dim, self.head_v_dim, self.conv_size, self.backend = head_k_dim, head_v_dim, conv_size, backend
         key, value = num_heads * head_k_dim, self.num_v_heads * head_v_dim
         self.q_proj = nn.Linear(hidden_size, key, bias=False)
         self.k_proj = nn.Linear(hidden_size, key, bias=False)
@@ -125,6 +139,10 @@ class RecurrentMixer(Initialized):
         """The recurrence on q, k [B,T,H,K], v [B,T,HV,V] and the `side` projections; `options` are gates, state, packing and backend."""
         raise TypeError(f"{type(self).__name__} does not define a recurrence")
 
+    def step_terms(self) -> StepTerms:
+        """For the kernel that decodes one token."""
+        raise TypeError(f"{type(self).__name__} does not say how one token is decoded")
+
     def forward(
         self,
         x: Tensor,
@@ -152,7 +170,7 @@ class RecurrentMixer(Initialized):
             initial_state=None if state is None else state.recurrent,
             return_state=return_state,
             cu_seqlens=packing,
-            backend=self.backend,
+            backend="reference" if self.backend == "auto" and x.shape[1] == 1 else self.backend,  # one token is no chunk
         )
         mixed = self.o_proj(recomputed(self.finish, o, *swish, *((read,) if self.read_after_norm else ())))
         new_state = RecurrentState(recurrent, conv) if recurrent is not None else None

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headmax.layers.head_gate import HeadGateConfig
-from headmax.layers.mixers.base import RecurrentMixer, head_width
+from headmax.layers.mixers.base import RecurrentMixer, StepTerms, head_width
 from headmax.layers.norm import OutputNormKind
 from headmax.layers.rotary import Rotary
 from headmax.ops import gated_delta_rule
@@ -71,3 +71,6 @@ class GatedDeltaNet(RecurrentMixer):
         a, b = (y.to(dtype) for y in side)
         log_decay, beta = -self.A_log.to(dtype).exp() * F.softplus(a + self.dt_bias.to(dtype)), b.sigmoid()
         return gated_delta_rule(q, k, v, log_decay, beta, normalize_qk=True, **options)
+
+    def step_terms(self) -> StepTerms:
+        return StepTerms("delta", "unit_length", (self.a_proj, self.b_proj), self.A_log, self.dt_bias)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from headmax.layers.feature_map import FeatureMap
 from headmax.layers.feature_map import feature_map as make_feature_map
 from headmax.layers.head_gate import HeadGateConfig
-from headmax.layers.mixers.base import RecurrentMixer, head_width
+from headmax.layers.mixers.base import RecurrentMixer, StepTerms, head_width
 from headmax.layers.norm import OutputNormKind
 from headmax.layers.rotary import Rotary
 from headmax.ops import gla
@@ -51,7 +51,7 @@ class GatedLinearAttention(RecurrentMixer):
             head_gate=head_gate,
             backend=backend,
         )
-        self.feature_map = make_feature_map(feature_map)
+        self.feature_map, self.feature_name = make_feature_map(feature_map), feature_map
         self.decay_normalizer = decay_normalizer
         self.decay_down_proj = nn.Linear(hidden_size, decay_rank, bias=False)
         self.decay_up_proj = nn.Linear(decay_rank, num_heads * self.head_k_dim, bias=True)
@@ -62,3 +62,7 @@ class GatedLinearAttention(RecurrentMixer):
         decay = self.decay_up_proj(side[0]).unflatten(-1, (self.num_heads, self.head_k_dim))
         log_decay = recomputed(lambda decay: F.logsigmoid(decay.to(compute_dtype(q.dtype))) / self.decay_normalizer, decay)
         return gla(self.feature_map(q), self.feature_map(k), v, log_decay, **options)
+
+    def step_terms(self) -> StepTerms:
+        up = self.decay_up_proj
+        return StepTerms("channel", self.feature_name, (self.decay_down_proj,), up.weight, up.bias, self.decay_normalizer)
