@@ -183,15 +183,15 @@ def bench_train(
     if not all(re.fullmatch(r"[1-9]\d*x[1-9]\d*", point) for point in grid):
         raise ValueError(f"--grid takes length x batch, such as 4096x8, got {' '.join(grid)}")
     sizes = [tuple(int(n) for n in point.split("x")) for point in grid]
-    groups = ("headmax", "fla", "fla-gates", "transformer") if peer == "fla" else ("headmax", "transformer")
+    groups = ("cold eager", "cold compiled", "headmax", *("fla", "fla-gates") * (peer == "fla"), "transformer")
     console = Console()
-    measured = train.bench(plain, groups, sizes, rounds, limit, console.print)  # type: ignore[arg-type]
-    for record in measured:
-        console.print(
-            f"{record.case:24} {record.impl:8} {record.metric:28} {record.value:12.5g} {record.unit}", highlight=False, soft_wrap=True
-        )
-    if out is not None:
-        records.append(out, measured)
+    for record in train.bench(plain, groups, sizes, rounds, limit, console.print):  # type: ignore[arg-type]
+        line = f"{record.case:24} {record.impl:8} {record.metric:28} {record.value:12.5g} {record.unit}"
+        if "interval" in record.extra:
+            line += "   95% interval {:.4f} to {:.4f}".format(*record.extra["interval"])
+        console.print(line, highlight=False, soft_wrap=True)
+        if out is not None:
+            records.append(out, [record])
 
 
 def bench_decode(
@@ -215,7 +215,7 @@ def bench_decode(
 
     Args:
         recipe: which model, by the name of its softmax twin or of its plain backbone.
-        peer: fla is flash-linear-attention through generate; hf is the softmax model through generate, compiled, and Llama on a static cache.
+        peer: fla is flash-linear-attention through generate; hf the softmax model through generate, compiled, and Llama on a static cache.
         batches: sequences at a time.
         prompts: tokens of context before the timed steps; the first is also the prompt of whole generations.
         decoded: lengths of whole generations of one text, prompt included.
