@@ -1,6 +1,7 @@
 import importlib.util
 import os
 
+import pytest
 import torch
 from hypothesis import settings
 
