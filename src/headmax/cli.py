@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
+from dataclasses import make_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 
 def recipes() -> None:
@@ -55,11 +57,54 @@ def demo(
     run(seed=seed, heads=heads, pairs=pairs, key=key, steps=steps, out=out, record=record)
 
 
-def _check_device(device: str) -> None:
-    import torch
+def train_command(arguments: list[str]) -> Callable[..., None]:
+    """`headmax train`, its defaults those of the recipe that the arguments name."""
+    import tyro
 
-    if device.split(":")[0] not in ("cpu", "cuda") or (device.startswith("cuda") and not torch.cuda.is_available()):
-        raise ValueError(f"--device {device}: this machine has cpu{' and cuda' * torch.cuda.is_available()}")
+    from headmax import HeadmaxConfig
+    from headmax import recipes as book
+    from headmax.train import TrainConfig
+
+    named = book.get(next((word for word in arguments if word in book.names()), "softmax-gla-340m"))
+    # All fields of the model; a plain backbone gets its gates by taking the softmax recipe.
+    fields = {name: getattr(named.model, name) for name in HeadmaxConfig.__annotations__}
+    hints = HeadmaxConfig.__annotations__ | {"head_gate": type(fields["head_gate"])}
+    options = make_dataclass(
+        "Model", [(name, hints[name], value) for name, value in fields.items() if value is not None or name != "head_gate"]
+    )
+
+    def train(recipe: str, /, out: Path, data: Path | None, config: TrainConfig, model: Any, task: Any) -> None:
+        """Train a recipe's model, on all processes under torchrun; the same command again goes on from the last checkpoint.
+
+        Args:
+            recipe: a model and how it is trained, of those that `headmax recipes` lists.
+            out: the run's folder, for checkpoints, metrics.jsonl and summary.json.
+            data: the folder that `headmax data prepare` wrote; recall tasks need none.
+            task: what to recall; the model's vocabulary and the numbers of tokens follow.
+        """
+        from headmax.train.live import Live
+        from headmax.train.trainer import fit
+
+        chosen = replace(book.get(recipe), model=HeadmaxConfig(**vars(model)), train=config)
+        if task is not None and task != chosen.task:
+            chosen = chosen.on(task)
+        source, validation = chosen.sources(data)
+        with Live(chosen.train.steps, config.log.print_every) as live:
+            fit(chosen.model, chosen.train, source, out, validation=validation, tokenizer=data, show=live)
+
+    train.__defaults__ = (None, named.train, options(), named.task)
+    train.__annotations__ |= {
+        "config": Annotated[TrainConfig, tyro.conf.arg(name="")],
+        "model": options,
+        "task": type(named.task) if named.task else Annotated[None, tyro.conf.Suppress],
+    }
+    return train
+
+
+def _check_device(device: str) -> None:
+    from headmax.train.parallel import find_device
+
+    find_device(device)
 
 
 def bench_kernels(
@@ -98,8 +143,6 @@ def bench_kernels(
         limit: run each op in a process of its own, for at most so many seconds (flash-linear-attention tunes for minutes).
         out: append the records to this file.
     """
-    from dataclasses import replace
-
     import torch
     from rich.console import Console
 
@@ -211,17 +254,23 @@ def bench_tune(
     tune.write()
 
 
-def convert(source: Path, out: Path, /, to: Literal["headmax", "fla"] = "headmax") -> None:
-    """Convert a checkpoint folder of flash-linear-attention to headmax, or a plain headmax model's back, bit for bit.
+def convert(source: Path, out: Path | None = None, /, to: Literal["headmax", "fla", "hf"] = "headmax") -> None:
+    """Turn a run of `headmax train`, or a checkpoint folder of flash-linear-attention, into a model folder; weights stay bit for bit.
 
     Args:
-        source: the folder to read: config.json and safetensors files.
-        out: the folder to write; it must be new or empty.
-        to: headmax reads flash-linear-attention's RetNet, GLA, Gated DeltaNet or Transformer; fla writes them.
+        source: the folder to read: a run, or config.json and safetensors files.
+        out: the folder to write, new or empty; SOURCE/hf for a run.
+        to: hf takes a run's last checkpoint; headmax reads flash-linear-attention's RetNet, GLA, Gated DeltaNet or Transformer;
+            fla writes them.
     """
     from headmax.models.convert import from_fla, to_fla
+    from headmax.train.export import to_hf
 
-    (from_fla if to == "headmax" else to_fla)(source, out)
+    if out is None:
+        if to != "hf":
+            raise ValueError(f"convert --to {to} needs a second folder, the one to write")
+        out = source / "hf"
+    {"headmax": from_fla, "fla": to_fla, "hf": to_hf}[to](source, out)
     print(f"headmax: wrote {out}")
 
 
@@ -248,6 +297,7 @@ def main() -> None:
     app.command(recipes)
     app.command(demo)
     app.command(convert)
+    app.command(train_command(sys.argv[1:]))
     bench = tyro.extras.SubcommandApp()
     bench.command(name="kernels")(bench_kernels)
     bench.command(name="train")(bench_train)
@@ -263,3 +313,8 @@ def main() -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+    except Exception as error:
+        if (status := getattr(error, "exit_status", None)) is None:
+            raise
+        print(f"headmax: {error}", file=sys.stderr)
+        sys.exit(status)

@@ -1,0 +1,51 @@
+"""What a recipe is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from headmax.data.mqar import MQAR
+from headmax.data.source import Source
+from headmax.models import HeadmaxConfig
+from headmax.train import TrainConfig
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A model and how to train it."""
+
+    name: str
+    model: HeadmaxConfig
+    train: TrainConfig
+    task: MQAR | None = None
+    """What it trains on, where that is not text."""
+
+    def on(self, task: MQAR) -> Recipe:
+        """The recipe for another size of its task: as many steps of as many sequences."""
+        if self.task is None:
+            raise ValueError(f"{self.name} trains on text, not on a task")
+        train, before = self.train, self.task.length
+        budget, batch, warmup = (
+            tokens // before * task.length for tokens in (train.token_budget, train.batch_tokens, train.schedule.warmup_tokens)
+        )
+        schedule = replace(train.schedule, warmup_tokens=warmup)
+        train = replace(train, token_budget=budget, batch_tokens=batch, sequence_length=task.length, schedule=schedule)
+        model = HeadmaxConfig.from_dict(self.model.to_dict() | {"vocab_size": task.vocab_size})
+        return replace(self, model=model, train=train, task=task)
+
+    def sources(self, data: Path | None) -> tuple[Source, Source | None]:
+        """What to train on and what to validate on: the task, or a folder that `headmax data prepare` wrote."""
+        if self.task is not None:
+            if data is not None:
+                raise ValueError(f"--data: {self.name} makes its own samples")
+            return self.task.samples(self.train.seed), self.task.held_out(self.train.seed)
+        if data is None:
+            raise ValueError(f"--data must name a folder that `headmax data prepare` wrote: {self.name} trains on text")
+        from headmax.data.dataset import TokenShards
+
+        train, length, documents = self.train, self.train.sequence_length, self.train.documents
+        return (
+            TokenShards(data, length=length, seed=train.seed, documents=documents),
+            TokenShards(data, length=length, seed=train.seed, documents=documents, split="valid"),
+        )
