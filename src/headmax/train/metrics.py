@@ -29,14 +29,14 @@ class Log:
 
     def __init__(self, folder: Path, config: LogConfig, after: int) -> None:
         self.folder, self.path = folder, folder / "metrics.jsonl"
+        self.trackers: list[TensorBoard | Wandb] = [TensorBoard(folder, after)] if config.tensorboard else []
+        self.trackers += [Wandb(config.wandb, folder)] if config.wandb else []
         kept = "".join(json.dumps(line) + "\n" for line in read_lines(self.path) if line["step"] <= after)
         if self.path.exists():
             unfinished = self.path.with_name("metrics.jsonl.tmp")
             unfinished.write_text(kept)
             unfinished.replace(self.path)
         self.file = self.path.open("a")
-        self.trackers: list[TensorBoard | Wandb] = [TensorBoard(folder, after)] if config.tensorboard else []
-        self.trackers += [Wandb(config.wandb, folder)] if config.wandb else []
 
     def write(self, line: Line) -> None:
         self.file.write(json.dumps(finite(line)) + "\n")
