@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import make_dataclass, replace
@@ -101,10 +103,10 @@ def train_command(arguments: list[str]) -> Callable[..., None]:
     return train
 
 
-def _check_device(device: str) -> None:
+def _check_device(device: str, needed_by: str = "") -> None:
     from headmax.train.parallel import find_device
 
-    find_device(device)
+    find_device(device, f"{needed_by} needs a CUDA GPU" if needed_by else f"--device {device}")
 
 
 def bench_kernels(
@@ -178,9 +180,9 @@ def bench_kernels(
     peers = {record.metric: record.value for record in measured if record.impl != "headmax"}
     for record in measured:
         line = f"{record.case:28} {record.impl:8} {record.metric:36} {record.value:12.4g} {record.unit}"
-        same = peers.get(record.metric) or peers.get(f"gated_delta_rule/{record.metric.split('/')[1]}")
-        if same and record.impl == "headmax" and record.unit == "ms":
-            line += f"   {same / record.value:.2f}x as fast as {peer}"
+        theirs = record.metric if peer == "fla" else f"gated_delta_rule/{record.metric.split('/')[1]}"  # transformers has that op alone
+        if theirs in peers and record.impl == "headmax" and record.unit == "ms":
+            line += f"   {peers[theirs] / record.value:.2f}x as fast as {peer}" + f"'s {theirs}" * (theirs != record.metric)
         if "roofline" in record.extra:
             line += (
                 f"   {record.extra['TFLOP/s']:.0f} TFLOP/s, {record.extra['GB/s']:.0f} GB/s, {record.extra['roofline']:.0%} of the roofline"
@@ -216,18 +218,76 @@ def bench_train(
     from headmax import records
     from headmax.bench import train
 
-    plain = book.get(recipe).name.removeprefix("softmax-")
-    _check_device("cuda")
-    sizes = [tuple(int(n) for n in point.split("x")) for point in grid]
-    if any(len(size) != 2 for size in sizes):
+    if book.get(recipe).model.mixer == "attention":
+        raise ValueError(f"recipe {recipe}: a Transformer has no softmax twin; it is measured beside any other recipe")
+    plain = recipe.removeprefix("softmax-")
+    _check_device("cuda", "headmax bench train")
+    if not all(re.fullmatch(r"[1-9]\d*x[1-9]\d*", point) for point in grid):
         raise ValueError(f"--grid takes length x batch, such as 4096x8, got {' '.join(grid)}")
-    groups = ("headmax", "fla", "fla-gates", "transformer") if peer == "fla" else ("headmax", "transformer")
+    sizes = [tuple(int(n) for n in point.split("x")) for point in grid]
+    groups = ("cold eager", "cold compiled", "headmax", *("fla", "fla-gates") * (peer == "fla"), "transformer")
     console = Console()
-    measured = train.bench(plain, groups, sizes, rounds, limit, console.print)  # type: ignore[arg-type]
-    for record in measured:
-        console.print(
-            f"{record.case:24} {record.impl:8} {record.metric:28} {record.value:12.5g} {record.unit}", highlight=False, soft_wrap=True
-        )
+    for record in train.bench(plain, groups, sizes, rounds, limit, console.print):  # type: ignore[arg-type]
+        line = f"{record.case:24} {record.impl:8} {record.metric:28} {record.value:12.5g} {record.unit}"
+        if "interval" in record.extra:
+            line += "   95% interval {:.4f} to {:.4f}".format(*record.extra["interval"])
+        console.print(line, highlight=False, soft_wrap=True)
+        if out is not None:
+            records.append(out, [record])
+
+
+def bench_decode(
+    recipe: str = "softmax-gla-340m",
+    peer: Literal["none", "fla", "hf"] = "none",
+    batches: tuple[int, ...] = (1, 8, 64, 256),
+    prompts: tuple[int, ...] = (1024, 65_536),
+    decoded: tuple[int, ...] = (512, 16_384),
+    drift: int = 0,
+    ours: bool = True,
+    transformer: bool = False,
+    peer_tokens: int = 64,
+    rounds: int = 12,
+    device: str = "cuda",
+    dtype: Literal["bfloat16", "float32"] = "bfloat16",
+    state_dtype: Literal["float32", "bfloat16"] = "float32",
+    limit: float | None = 900.0,
+    out: Path | None = None,
+) -> None:
+    """Time decoding: plain backbone and softmax twin in turns, then peers, each in a process of its own; printed as it comes.
+
+    Args:
+        recipe: which model, by the name of its softmax twin or of its plain backbone.
+        peer: fla is flash-linear-attention through generate; hf the softmax model through generate, compiled, and Llama on a static cache.
+        batches: sequences at a time.
+        prompts: tokens of context before the timed steps; the first is also the prompt of whole generations.
+        decoded: lengths of whole generations of one text, prompt included.
+        drift: also compare a bfloat16 state with a float32 one over so many given tokens.
+        ours: measure the engine with the recipe's two models.
+        transformer: measure the engine with the Transformer++ of the recipe's size: PyTorch's attention on a static key-value cache.
+        peer_tokens: tokens a peer decodes for each figure.
+        rounds: timed stretches of 32 steps of each model, interleaved.
+        device: cpu or cuda.
+        dtype: of the weights.
+        state_dtype: of the recurrent states.
+        limit: seconds for each process.
+        out: append the records to this file.
+    """
+    import torch
+    from rich.console import Console
+
+    from headmax import recipes as book
+    from headmax import records
+    from headmax.bench import decode
+
+    plain = book.get(recipe).name.removeprefix("softmax-")
+    _check_device(device)
+    for name, numbers in {"batches": batches, "prompts": prompts, "decoded": decoded, "peer-tokens": (peer_tokens - 1,)}.items():
+        if any(number < 1 for number in numbers):
+            raise ValueError(f"--{name} must be at least {2 if name == 'peer-tokens' else 1}, got {' '.join(map(str, numbers))}")
+    groups = ["headmax"] * ours + ["transformer"] * transformer + {"none": [], "fla": ["fla"], "hf": ["generate", "llama"]}[peer]
+    sizes = {"batches": batches, "prompts": prompts, "decoded": decoded, "drift": drift, "peer_tokens": peer_tokens, "rounds": rounds}
+    kinds = {"dtype": getattr(torch, dtype), "state_dtype": getattr(torch, state_dtype), "device": device}
+    measured = decode.bench([decode.Plan(plain, group, **sizes, **kinds) for group in groups], limit, Console().print)  # type: ignore[arg-type]
     if out is not None:
         records.append(out, measured)
 
@@ -236,6 +296,7 @@ def bench_tune(
     ops: tuple[Literal["linear_attention", "gla", "gated_delta_rule"], ...] = ("linear_attention", "gla", "gated_delta_rule"),
     widths: tuple[Literal["narrow", "wide"], ...] = ("narrow", "wide"),
     processes: int = 8,
+    out: Path | None = None,
 ) -> None:
     """Find the fastest block shapes on this GPU and write them to the table the kernels read (ops/tiles.json).
 
@@ -243,15 +304,21 @@ def bench_tune(
         ops: which ops.
         widths: classes of heads, narrow (keys to 128) and wide.
         processes: how many compile at the same time.
+        out: write the table to this file instead.
     """
+    _check_device("cuda", "headmax bench tune")
     from rich.console import Console
 
     from headmax.bench import tune
+    from headmax.ops import triton_tiles
 
-    _check_device("cuda")
+    path = out or triton_tiles.PATH
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"--out {path}: cannot be written to; name another file")
     console = Console()
     tune.tune([(op, width) for op in ops for width in widths], processes, lambda text: console.print(text, highlight=False))
-    tune.write()
+    tune.write(path)
+    console.print(f"wrote {path}")
 
 
 def convert(source: Path, out: Path | None = None, /, to: Literal["headmax", "fla", "hf"] = "headmax") -> None:
@@ -272,6 +339,80 @@ def convert(source: Path, out: Path | None = None, /, to: Literal["headmax", "fl
         out = source / "hf"
     {"headmax": from_fla, "fla": to_fla, "hf": to_hf}[to](source, out)
     print(f"headmax: wrote {out}")
+
+
+def generate(
+    checkpoint: Path,
+    /,
+    prompt: str | None = None,
+    file: Path | None = None,
+    max_new_tokens: int = 256,
+    greedy: bool = False,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    seed: int = 0,
+    stop: tuple[str, ...] = (),
+    prefix: Path | None = None,
+    save_prefix: Path | None = None,
+    tokenizer: Path | None = None,
+    device: str | None = None,
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+    state_dtype: Literal["float32", "bfloat16"] = "float32",
+    max_length: int | None = None,
+) -> None:
+    """Continue a text with a model, shown as it comes; without --prompt and --file, line by line from standard input.
+
+    Args:
+        checkpoint: a folder with config.json, safetensors files and a tokenizer.
+        prompt: the text to continue.
+        file: a file with the text to continue.
+        max_new_tokens: at most so many; the model's end-of-text token ends it too.
+        greedy: always the most likely token.
+        temperature: divides the logits.
+        top_k: only the most likely tokens, so many.
+        top_p: only the most likely tokens that together have this probability.
+        min_p: only tokens at least this likely, as a share of the most likely one's probability.
+        repetition_penalty: makes tokens that were there already less likely, if above 1.
+        seed: of the draws; the same seed gives the same text.
+        stop: strings that end the text.
+        prefix: a file from --save-prefix: the prompt continues what was read then.
+        save_prefix: read the prompt, keep what the model then remembers in this file, and generate nothing.
+        tokenizer: a folder with the tokenizer, if it is not beside the model.
+        device: cpu or cuda; cuda where there is one.
+        dtype: of the weights; bfloat16 on a GPU, float32 on a CPU unless given.
+        state_dtype: of the recurrent states.
+        max_length: most tokens of a text; needed by models with attention layers, and by no others.
+    """
+    import torch
+
+    from headmax.generate import GREEDY, Engine, Sampling, terminal
+
+    if prompt is not None and file is not None:
+        raise ValueError("give --prompt or --file, not both")
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    _check_device(device)
+    sampling = GREEDY if greedy else Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+    text = file.read_text() if file is not None else prompt
+    model = terminal.load(checkpoint, device, dtype and getattr(torch, dtype))
+    words = terminal.load_tokenizer(tokenizer or checkpoint)
+    engine = Engine(model, max_batch=1, state_dtype=getattr(torch, state_dtype), max_length=max_length, tokenizer=words)
+    ends = model.config.eos_token_id
+    ends = [] if ends is None else [ends] if isinstance(ends, int) else ends
+    settings = terminal.Settings(max_new_tokens, sampling, stop, [token for token in ends if token < model.config.vocab_size])
+    before = None if prefix is None else engine.load_prefix(prefix)
+    if save_prefix is not None:
+        if text is None:
+            raise ValueError("--save-prefix needs --prompt or --file")
+        read = engine.prefill(text, before)
+        read.save(save_prefix)
+        print(f"headmax: wrote {save_prefix}: {len(read):,} tokens, {read.nbytes() / 2**20:.1f} MiB", file=sys.stderr)
+    elif text is None:
+        terminal.interact(engine, before, settings)
+    else:
+        terminal.continue_text(engine, text, before, settings)
 
 
 def reproduce_readme(path: Path = Path("README.md")) -> None:
@@ -297,10 +438,15 @@ def main() -> None:
     app.command(recipes)
     app.command(demo)
     app.command(convert)
+<<<<<<< HEAD
     app.command(train_command(sys.argv[1:]))
+=======
+    app.command(generate)
+>>>>>>> b7ebff45a4abb9df75bac309f07d3444cdc3decf
     bench = tyro.extras.SubcommandApp()
     bench.command(name="kernels")(bench_kernels)
     bench.command(name="train")(bench_train)
+    bench.command(name="decode")(bench_decode)
     bench.command(name="tune")(bench_tune)
     app.command(bench, name="bench")
     reproduce = tyro.extras.SubcommandApp()

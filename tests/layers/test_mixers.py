@@ -1,19 +1,22 @@
 """The mixers as drop-in modules: state, packing, padding, and gates that do what they say."""
 
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
-from headmax import HeadGateConfig, Packing
+from headmax import HeadGateConfig, HeadmaxConfig, HeadmaxForCausalLM, Packing
 from headmax.layers import MIXERS
 from headmax.layers.feature_map import FEATURE_MAPS
 from headmax.layers.mixers import RecurrentMixer
 from headmax.layers.norm import OutputNorm
 from headmax.layers.rotary import Rotary, RotarySettings, rotate
 from headmax.layers.short_conv import ShortConvolution
+from headmax.ops import registry
 from headmax.ops.spec import distance
 
 RECURRENT = [name for name in MIXERS if name != "attention"]
@@ -67,6 +70,98 @@ def test_packing_equals_separate_sequences(name: str) -> None:
     pieces = [hidden(1, length, seed) for seed, length in enumerate(lengths)]
     packed = mixer(torch.cat(pieces, 1), packing=Packing([0, 1, 3, 73, 76])).hidden
     assert close(packed, torch.cat([mixer(piece).hidden for piece in pieces], 1))
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_packed_sequences_go_on_from_their_own_states(name: str) -> None:
+    """In three rounds, sequences shorter than the convolution among them: states, outputs and gradients are those of each alone."""
+    mixer, rounds = make(name), [[1, 2, 70, 3], [2, 1, 1, 5], [4, 9, 2, 1]]
+    alone: list[Any] = [None] * 4
+    state, seen = None, [0] * 4
+    for n, lengths in enumerate(rounds):
+        pieces = [hidden(1, length, seed=10 * n + i).requires_grad_() for i, length in enumerate(lengths)]
+        places = [torch.arange(start, start + length) for start, length in zip(seen, lengths, strict=True)]
+        packing = Packing([0, *accumulate(lengths)])
+        packed = mixer(torch.cat(pieces, 1), state=state, return_state=True, packing=packing, positions=torch.cat(places)[None])
+        single = [
+            mixer(x, state=past, return_state=True, positions=place[None]) for x, past, place in zip(pieces, alone, places, strict=True)
+        ]
+        expected = torch.cat([each.hidden for each in single], 1)
+        assert close(packed.hidden, expected)
+        for x, *xs in zip(_leaves(packed.state), *(_leaves(each.state) for each in single), strict=True):
+            assert close(x, torch.cat(xs))
+        direction = torch.randn_like(expected)
+        actual, wanted = (torch.autograd.grad(y, pieces, direction, retain_graph=True) for y in (packed.hidden, expected))
+        assert all(close(a, e, 1e-10) for a, e in zip(actual, wanted, strict=True))
+        state, alone, seen = packed.state, [each.state for each in single], [a + b for a, b in zip(seen, lengths, strict=True)]
+
+
+def test_attention_refuses_the_state_of_packed_sequences() -> None:
+    mixer, x, packing = make("attention"), hidden(1, 5), Packing([0, 2, 5])
+    with pytest.raises(ValueError, match="Attention: packed sequences leave no state"):
+        mixer(x, packing=packing, return_state=True)
+    with pytest.raises(ValueError, match="Attention: packed sequences leave no state"):
+        mixer(x, packing=packing, state=mixer(x, return_state=True).state)
+
+
+def choices(monkeypatch: pytest.MonkeyPatch, backend: str, device: str = "cpu") -> dict[str, set[str]]:
+    """Which backend each op took in a small model's training step, and in decoding."""
+    taken: dict[str, set[str]] = {}
+    choose = registry._choose
+
+    def spy(op: str, *arguments: Any) -> str:
+        taken.setdefault(op, set()).add(name := choose(op, *arguments))
+        return name
+
+    monkeypatch.setattr(registry, "_choose", spy)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_heads": 2, "vocab_size": 20, "conv_size": 4}
+    model = HeadmaxForCausalLM(HeadmaxConfig(mixer="gla", **sizes, head_gate=HeadGateConfig(), backend=backend)).to(device)
+    ids = torch.arange(10, device=device)[None]
+    model.train()(ids, labels=ids).loss.backward()
+    model.eval().generate(ids, max_new_tokens=2, do_sample=False, eos_token_id=None)
+    return taken
+
+
+AROUND = ("head_gate", "short_conv", "cross_entropy")
+"""The ops around a recurrence that have kernels."""
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference", "chunkwise", "triton"])
+def test_a_backend_is_that_of_every_op(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if backend == "triton":
+        pytest.importorskip("triton")
+    taken = choices(monkeypatch, backend)
+    assert taken["gla"] == {"chunkwise" if backend == "auto" else backend}
+    assert {op: taken[op] for op in AROUND} == {op: {"triton" if backend == "triton" else "reference"} for op in AROUND}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["auto", "chunkwise", "triton"])
+def test_a_backend_is_that_of_every_op_on_a_gpu(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = "reference" if backend == "chunkwise" else "triton"
+    taken = choices(monkeypatch, backend, "cuda")
+    assert taken["gla"] == {"chunkwise" if backend == "chunkwise" else "triton"}
+    assert {op: taken[op] for op in AROUND} == {op: {kernels} for op in AROUND}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", RECURRENT)
+def test_the_kernels_of_a_mixer_compute_what_its_plain_form_does(name: str, device: str) -> None:
+    pytest.importorskip("triton")
+    if device == "cpu" and torch.cuda.is_available():
+        pytest.skip("the interpreter runs where there is no GPU")
+    mixers = [make(name, backend=backend).float().to(device) for backend in ("triton", "chunkwise")]
+    x, packing = hidden(1, 20).float().to(device), Packing([0, 2, 20], device)
+    for state, positions in ((None, None), (mixers[1](x, packing=packing, return_state=True).state, packing.positions[None])):
+        kernels, plain = (mixer(x, packing=packing, state=state, positions=positions, return_state=True) for mixer in mixers)
+        assert all(distance(a, e) <= 1e-5 for a, e in zip(_leaves(kernels[:2]), _leaves(plain[:2]), strict=True))
+
+
+def test_a_kernel_that_cannot_run_says_so() -> None:
+    pytest.importorskip("triton")
+    with pytest.raises(ValueError, match=r"short_conv: backend 'triton' computes in float32, got torch\.float64"):
+        make("gla", backend="triton")(hidden(1, 5))
 
 
 @pytest.mark.parametrize("name", MIXERS)
@@ -174,11 +269,13 @@ def test_feature_maps(name: str) -> None:
 def test_short_convolution_is_a_causal_convolution() -> None:
     conv = ShortConvolution(6, 4).double()
     x = torch.randn(2, 9, 6, dtype=torch.float64)
-    y, state = conv(x)
+    y, state = conv(x, return_state=True)
     padded = nn.functional.pad(x.transpose(1, 2), (3, 0))
     expected = nn.functional.silu(nn.functional.conv1d(padded, conv.weight[:, None], groups=6)).transpose(1, 2)
     assert close(y, expected)
     assert torch.equal(state, x[:, -3:])
+    assert state.untyped_storage().nbytes() < x.nbytes, "a state must not keep all inputs alive"
+    assert conv(x)[1] is None
 
 
 def test_rotary_depends_on_distance_only() -> None:
@@ -261,3 +358,24 @@ def test_the_kernel_of_the_short_convolution(time: int, channels: int, width: in
     gradients = torch.autograd.grad(actual, (narrow, weight), direction.to(device, torch.float32))
     for a, e in zip((actual, *gradients), (expected, *wanted), strict=True):
         assert distance(a, e) <= 1e-6
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks, at a block's input
+@pytest.mark.parametrize(("name", "options", "products"), [
+    ("gla", {"conv_size": None}, 6),  # q, k, v, output, decay up, and one for swish gate, decay down and scores
+    ("retnet", {"conv_size": None}, 3),  # v, output, and one for all else
+    ("gated_deltanet", {"num_v_heads": 8}, 5),  # q, k, v, output, and one for swish gate, decay and strength
+])  # fmt: skip
+@pytest.mark.parametrize("source", ["head", "hidden_heads", "hidden"])
+def test_a_training_graph_joins_products_and_computes_the_same(name: str, options: dict[str, Any], products: int, source: Any) -> None:
+    mixer = make(name, **options, head_gate=HeadGateConfig(init_std=1.0, source=source)).requires_grad_()
+    x, leaves = hidden(2, 20).requires_grad_(), list(mixer.parameters())
+    expected = torch.autograd.grad(mixer(x).hidden.square().sum(), [x, *leaves])
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(mixer, fullgraph=True, backend=counter)
+    actual = torch.autograd.grad(compiled(x).hidden.square().sum(), [x, *leaves])
+    for a, e in zip(actual, expected, strict=True):
+        assert distance(a, e) <= 1e-10
+    found = [node for node in counter.graphs[0].graph.nodes if node.target is torch._C._nn.linear]
+    assert len(found) == products

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from headmax import HeadGateConfig, HeadmaxConfig, HeadmaxForCausalLM
-from headmax.models.convert import config_from_fla, config_to_fla, from_fla, to_fla, weights_from_fla
+from headmax.models.convert import config_from_fla, config_to_fla, expansion, from_fla, to_fla, weights_from_fla
 from headmax.ops import gated_delta_rule, gla, linear_attention
 from headmax.ops.spec import distance
 
@@ -86,6 +86,47 @@ def test_what_has_no_counterpart_is_refused_by_name() -> None:
         config_to_fla(gated)
     with pytest.raises(ValueError, match=r"mixer=.*linear"):
         config_to_fla(HeadmaxConfig(mixer="linear", **SMALL))
+
+
+def test_what_older_checkpoints_say() -> None:
+    """`torch_dtype` for `dtype`, a shared kernel where nothing is convolved, and untied embeddings where nothing is said."""
+    ours = config_from_fla({"model_type": "gla", **SMALL, "torch_dtype": "bfloat16", "share_conv_kernel": True, "use_short_conv": False})
+    assert (ours.conv_size, ours.tie_word_embeddings) == (0, False)
+    assert config_from_fla({"model_type": "gla", **SMALL, "use_short_conv": True, "share_conv_kernel": False}).conv_size == 4
+    for kind in ("gla", "gated_deltanet"):
+        with pytest.raises(ValueError, match=r"cannot map share_conv_kernel=True \(only False\)"):
+            config_from_fla({"model_type": kind, **SMALL, "use_short_conv": True, "share_conv_kernel": True})
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_the_dtype_goes_with_the_weights(key: str, tmp_path: Path) -> None:
+    their_model("GLA").to(torch.bfloat16).save_pretrained(tmp_path / "theirs")
+    file = tmp_path / "theirs" / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({name: x for name, x in config.items() if name != "dtype"} | {key: "bfloat16"}))
+    from_fla(tmp_path / "theirs", tmp_path / "ours")
+    to_fla(tmp_path / "ours", tmp_path / "again")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype="auto").dtype == torch.bfloat16
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("name", ["hidden_size", "num_heads"])
+def test_a_size_that_is_missing_is_named(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"cannot map {name} \(missing\)"):
+        config_from_fla({"model_type": "retnet"} | {key: value for key, value in SMALL.items() if key != name})
+
+
+def test_every_width_survives_their_rounding() -> None:
+    """They take int(width * expand): 49 * (1 / 49) is less than 1."""
+    assert int(49 * (1 / 49)) == 0
+    for of in range(1, 200):
+        for width in range(1, 2 * of + 1):
+            assert int(of * expansion(width, of)) == width
+    for mixer, widths in (("gla", {"head_k_dim": 1, "head_v_dim": 3}), ("gated_deltanet", {"head_k_dim": 49, "head_v_dim": 29})):
+        ours = HeadmaxConfig(mixer=mixer, hidden_size=49, num_hidden_layers=1, num_heads=1, vocab_size=10, **widths)
+        again = config_from_fla(config_to_fla(ours))
+        assert (again.head_k_dim, again.head_v_dim) == tuple(widths.values())
+    assert config_from_fla({"model_type": "gated_deltanet", **SMALL, "head_dim": 10, "expand_v": 0.19999}).head_v_dim == 1
 
 
 def test_weights_that_do_not_map_are_listed() -> None:

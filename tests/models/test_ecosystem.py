@@ -88,7 +88,14 @@ def test_a_folder_ready_for_a_hub(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     write_card(model, tmp_path)
     card = (tmp_path / "README.md").read_text()
-    for fact in ("library_name: transformers", "mixer | gla", "head_gate", "softmax", "pip install headmax", f"{model.num_parameters():,}"):
+    for fact in (
+        "library_name: transformers",
+        "mixer | gla",
+        "head_gate",
+        "softmax",
+        "pip install .` in a checkout",
+        f"{model.num_parameters():,}",
+    ):
         assert fact in card
     assert AutoConfig.from_pretrained(tmp_path, trust_remote_code=False).head_gate == HeadGateConfig()
     with pytest.raises(FileExistsError, match=r"README\.md is there already"):

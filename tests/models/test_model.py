@@ -343,6 +343,7 @@ def test_call_errors() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks, at a block's input
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores for float32")  # the compiler's advice; this test wants all digits
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["softmax-gla-tiny", "softmax-retnet-tiny", "softmax-gdn-tiny", "transformer-tiny"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
@@ -384,6 +385,25 @@ def test_blocks_compiled_one_by_one_share_a_graph_and_agree() -> None:
     assert abs(loss - eager) <= 1e-5
     for a, e in zip(actual, expected, strict=True):
         assert (a - e).norm() <= 1e-4 * e.norm() + 1e-7
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks, at a block's input
+def test_compiled_blocks_serve_every_way_of_calling_a_hybrid() -> None:
+    """More ways than the compiler allows by itself before it gives up."""
+    torch._dynamo.reset()
+    mixers = ["gla", "attention", "gated_deltanet", "retnet"]
+    config = HeadmaxConfig(mixer=mixers, hidden_size=32, num_hidden_layers=4, num_heads=2, vocab_size=50)
+    plain, model = HeadmaxForCausalLM(config).eval(), HeadmaxForCausalLM(config).train()
+    model.load_state_dict(plain.state_dict())
+    model.model.compile_blocks(backend="eager")
+    ids = torch.randint(50, (1, 40))
+    model(ids, labels=ids, cu_seqlens=Packing(torch.tensor([0, 10, 40]))).loss.backward()
+    with torch.autocast("cpu", torch.bfloat16):
+        model(ids, labels=ids).loss.backward()
+    model.eval()
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7])
+    settings = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
+    assert torch.equal(model.generate(ids[:, :14].view(2, 7), **settings), plain.generate(ids[:, :14].view(2, 7), **settings))
 
 
 def test_training_holds_no_logits_and_has_the_same_loss() -> None:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -159,6 +160,41 @@ def test_auto_says_why_a_gpu_goes_without_kernels(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(registry.importlib.util, "find_spec", lambda name: None)
     assert registry._choose("gla", "auto", "cuda", None) == "chunkwise"
     assert "'triton' is passed over: triton is not installed" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("major", "shared", "hip", "why"),
+    [(7, 99, None, "compute capability 8.0"), (8, 64, None, "99 KiB of shared memory"), (9, 227, "6.4", "NVIDIA"), (9, 227, None, None)],
+)
+def test_gpus_too_small_for_the_kernels_go_without(
+    major: int, shared: int, hip: str | None, why: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = SimpleNamespace(name="a card", major=major, minor=5, shared_memory_per_block_optin=1024 * shared)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: gpu)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    registry.kernel_obstacle.cache_clear()
+    found = registry.kernel_obstacle()
+    registry.kernel_obstacle.cache_clear()
+    assert found is None if why is None else why in str(found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SPECS)
+def test_more_sequences_than_a_grids_second_axis_holds(name: str) -> None:
+    inputs = inputs_of(name, Case(time=34_000, heads=4, key=64, value=64, gates="both", lengths=(2,) * 17_000))
+    expected = run(SPECS[name], inputs, "chunkwise")
+    for key, x in run(SPECS[name], inputs, "triton").items():
+        assert distance(x, expected[key]) <= 2e-5, key
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("name", SPECS)
+def test_kernels_run_where_their_tensors_are(name: str) -> None:
+    inputs = SPECS[name].inputs(BOTH, torch.float32, "cuda:1")
+    expected = SPECS[name].oracle(inputs)
+    for key, x in run(SPECS[name], inputs, "triton").items():
+        assert distance(x, expected[key]) <= 2e-5, key
 
 
 @pytest.mark.gpu

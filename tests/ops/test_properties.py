@@ -1,6 +1,8 @@
 """What must hold for any input: causality, hand-over of the state, packing, and the paper's parallel form."""
 
+import gc
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -168,3 +170,22 @@ def test_packing_of_short_sequences_uses_short_chunks() -> None:
     assert long.chunk_table.tolist() == [[0, 64], [64, 64], [128, 2], [130, 1]]
     assert long.chunk_starts.tolist() == [0, 3, 4]
     assert long.slot_starts.tolist() == [0, 3, 4]
+
+
+def test_a_packing_is_built_once_for_a_tensor_until_it_changes_or_goes() -> None:
+    bounds, cpu = torch.tensor([0, 2, 5]), torch.device("cpu")
+    packing = Packing.of(bounds, cpu)
+    assert Packing.of(bounds, cpu) is packing
+    assert Packing.of(bounds.clone(), cpu) is not packing
+    bounds[1] = 3
+    assert packing.cu_seqlens.tolist() == [0, 2, 5]
+    assert Packing.of(bounds, cpu).cu_seqlens.tolist() == [0, 3, 5]
+    kept = weakref.ref(Packing.of(bounds, cpu))
+    del bounds
+    gc.collect()
+    assert kept() is None
+    with torch.inference_mode():
+        bounds = torch.tensor([0, 2, 5])
+        Packing.of(bounds, cpu)
+        bounds[1] = 3
+        assert Packing.of(bounds, cpu).cu_seqlens.tolist() == [0, 3, 5]

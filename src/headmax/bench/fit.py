@@ -12,13 +12,19 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from headmax import HeadmaxForCausalLM, recipes
 from headmax.bench.kernels import SPECS
 from headmax.bench.tune import WIDTHS
+from headmax.layers import triton_block
+from headmax.layers.block import Block
+from headmax.layers.decoding import Place, make_slots
 from headmax.layers.triton_conv import short_conv
 from headmax.layers.triton_loss import cross_entropy_rows
-from headmax.ops import head_gate, registry, triton_tiles
-from headmax.ops.gated_delta_rule import WIDE_DELTA
+from headmax.ops import head_gate, registry, triton_decayed, triton_tiles
+from headmax.ops.gated_delta_rule import WIDE_DELTA, triton_chunk
+from headmax.ops.packing import CHUNK
 from headmax.ops.spec import Case
+from headmax.ops.triton_common import MIN_SEGMENT
 
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """KiB of shared memory a block may have, by compute capability."""
@@ -53,9 +59,15 @@ def compile_only(capability: int) -> dict[str, int]:
     triton.runtime.driver.set_active(Absent(capability))
     JITFunction.run = compile_it
     registry.Lazy.unavailable = lambda *_: None  # type: ignore[method-assign]
+    triton_block.unfit = lambda _: None  # type: ignore[assignment]
     entry = max(size for size in map(int, triton_tiles.TABLE) if size <= SHARED[capability])
     triton_tiles.entry_for = lambda _: str(entry)  # type: ignore[assignment]
+    triton_decayed.processors = triton_chunk.processors = many_processors  # type: ignore[assignment]
     return found
+
+
+def many_processors(_: torch.device) -> int:
+    return 10_000
 
 
 def calls(dtype: torch.dtype, shared: int) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -64,15 +76,31 @@ def calls(dtype: torch.dtype, shared: int) -> Iterator[tuple[str, Callable[[], o
         for width, (key, value) in WIDTHS.items():
             if op == "gated_delta_rule" and dtype == torch.float32 and width == "wide" and shared < WIDE_DELTA:
                 continue  # refused there, see its __init__
-            inputs = spec.inputs(Case(time=70, heads=1, key=key, value=value, gates="both", initial_state=True), dtype)
             function = functools.partial(spec.function, return_state=True, backend="triton")
-            yield f"{op} {width}", functools.partial(spec.evaluate, inputs, function)
+            for time in (70, 2 * MIN_SEGMENT * CHUNK):  # the second is cut into segments
+                inputs = spec.inputs(Case(time=time, heads=1, key=key, value=value, gates="both", initial_state=True), dtype)
+                yield f"{op} {width}", functools.partial(spec.evaluate, inputs, function)
     x, weight, taps = torch.ones(1, 70, 4, 128, dtype=dtype), torch.ones(4, 128), torch.ones(128, 4)
     yield "head_gate", lambda: head_gate(x.requires_grad_(), weight.requires_grad_(), backend="triton").sum().backward()
     row = torch.ones(1, 70, 128, dtype=dtype, requires_grad=True)
     yield "short_conv", lambda: short_conv(row, taps.requires_grad_(), None).sum().backward()
     yield "packed short_conv", lambda: short_conv(row, taps, torch.arange(70)).sum().backward()
     yield "loss", lambda: cross_entropy_rows(torch.ones(3, 32_000, dtype=dtype), torch.arange(3))
+
+    for name in ("softmax-retnet-340m", "softmax-gla-340m", "softmax-gdn-340m"):
+        config = recipes.get(name).model
+        config.num_hidden_layers, config.vocab_size = 1, 8
+        block = HeadmaxForCausalLM(config).model.layers[0].to(dtype).requires_grad_(False)
+        for rows in (1, 8, 64):
+            yield f"decoding {rows} {name}", functools.partial(decode, block, rows)
+
+
+def decode(block: Block, rows: int) -> None:
+    """One step of a block, on kernels."""
+    settings, position = getattr(block.mixer, "rotary", None), torch.zeros(rows, dtype=torch.int64)
+    place = Place(position, {settings: settings and settings.at(position[:, None])}, None)
+    x = torch.zeros(rows, block.mlp.down_proj.weight.shape[0], dtype=block.mlp.down_proj.weight.dtype)
+    triton_block.FusedBlock(block)(x, make_slots(block, rows, torch.float32, None), place)
 
 
 def main(capability: int, dtypes: Sequence[torch.dtype]) -> int:
@@ -89,4 +117,6 @@ def main(capability: int, dtypes: Sequence[torch.dtype]) -> int:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2 or sys.argv[1] not in map(str, SHARED):
+        sys.exit(f"usage: python -m headmax.bench.fit CAPABILITY [DTYPE ...], with a capability of {', '.join(map(str, SHARED))}")
     sys.exit(main(int(sys.argv[1]), [getattr(torch, name) for name in sys.argv[2:] or ("bfloat16", "float32")]))

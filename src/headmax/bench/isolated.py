@@ -11,11 +11,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from headmax.records import Record
 
 
-def _work(measure: Callable[..., Iterable[Record]], arguments: tuple[Any, ...], path: str, environment: Mapping[str, str]) -> None:
+def _work(
+    measure: Callable[..., Iterable[Record]], arguments: tuple[Any, ...], path: str, environment: Mapping[str, str], threads: int
+) -> None:
     os.environ.update(environment)
+    torch.set_num_threads(threads)
     with open(path, "a") as file:
         for record in measure(*arguments):
             file.write(json.dumps(asdict(record)) + "\n")
@@ -33,7 +38,7 @@ def isolated(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "records.jsonl")
         path.touch()
-        work = (measure, arguments, str(path), environment or {})
+        work = (measure, arguments, str(path), environment or {}, torch.get_num_threads())
         process = multiprocessing.get_context("spawn").Process(target=_work, args=work)
         process.start()
         process.join(limit)

@@ -20,12 +20,13 @@ AHEAD = 4_000_000
 def seconds(function: Callable[[], object], device: torch.device) -> float:
     """One call, by device events on a GPU and by the wall clock elsewhere."""
     if device.type == "cuda":
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(AHEAD)
-        start.record()
-        function()
-        end.record()
-        end.synchronize()
+        with torch.cuda.device(device):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(AHEAD)
+            start.record()
+            function()
+            end.record()
+            end.synchronize()
         return start.elapsed_time(end) / 1e3
     begin = time.perf_counter()
     function()

@@ -7,6 +7,7 @@ import functools
 import json
 import multiprocessing
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,40 +57,55 @@ CANDIDATES: dict[str, dict[str, tuple[str, list[Tiles]]]] = {
 """For each op the kernels it decides on, their names in the table and what to try; the delta rule shares the others."""
 
 
+STANDING = copy.deepcopy(triton_tiles.TABLE)
+"""The table as it was read."""
+
+
+def here() -> dict[str, dict[str, Tiles]]:
+    """The part of the table that this GPU reads."""
+    return triton_tiles.TABLE[triton_tiles.entry_for(torch.device("cuda"))]["kernels"]
+
+
+def options(op: str, width: str) -> dict[str, list[Tiles]]:
+    """What to try for each kernel `op` decides on: the candidates, and what stands in the table."""
+    standing = STANDING[triton_tiles.entry_for(torch.device("cuda"))]["kernels"]
+    return {name: [*tried, *[standing[name][width]] * (standing[name][width] not in tried)] for name, tried in CANDIDATES[op].values()}
+
+
 @functools.lru_cache(maxsize=1)
-def step(op: str, width: str, time: int) -> Callable[[], object]:
+def step(op: str, width: str, time: int, dtype: torch.dtype = torch.bfloat16) -> Callable[[], object]:
     """A forward and backward pass of `op` for heads of that class."""
     (key, value), batch, heads = WIDTHS[width], 8, 4
     case = Case(batch=1, time=64, heads=heads, key=key, value=value, gates="both", decay="head" if op == "linear_attention" else "soft")
     inputs = {
         name: x.repeat(batch, time // 64, *[1] * (x.ndim - 2)) if isinstance(x, Tensor) and x.ndim > 1 else x
-        for name, x in SPECS[op].inputs(case, torch.bfloat16, "cuda").items()
+        for name, x in SPECS[op].inputs(case, dtype, "cuda").items()
     }
     inputs["log_decay"] = inputs["log_decay"] / 16
     leaves = [x.requires_grad_() for name, x in inputs.items() if isinstance(x, Tensor) and x.ndim > 1]
-    d_output = torch.randn(batch, time, heads, value, device="cuda", dtype=torch.bfloat16)
+    d_output = torch.randn(batch, time, heads, value, device="cuda", dtype=dtype)
     return lambda: torch.autograd.grad(SPECS[op].function(**inputs, backend="triton")[0], leaves, d_output)
 
 
 def choose(op: str, width: str, n: int, only: str | None = None) -> dict[str, Tiles]:
     """Puts the n-th candidate of each kernel (or of `only` one) into the table; returns what was put there."""
-    kernels = triton_tiles.TABLE[triton_tiles.entry_for(torch.device("cuda"))]["kernels"]
     put = {}
-    for name, options in CANDIDATES[op].values():
-        if n < len(options) and only in (None, name):
-            kernels[name][width] = put[name] = options[n]
+    for name, tiles in options(op, width).items():
+        if n < len(tiles) and only in (None, name):
+            here()[name][width] = put[name] = tiles[n]
     return put
 
 
 def warm(job: tuple[str, str, int]) -> tuple[tuple[str, str, int], list[str]]:
-    """Compiles a job's kernels, so that the cache has them; names those that ask for more than the GPU has."""
+    """Compiles a job's kernels, so that the cache has them; names those that ask for more than the GPU has, in float32 too."""
     op, width, n = job
     failed = []
     for name, _ in CANDIDATES[op].values():
         before = copy.deepcopy(triton_tiles.TABLE)
         if choose(op, width, n, only=name):
             try:
-                step(op, width, time=256)()
+                for dtype in (torch.bfloat16, torch.float32):
+                    step(op, width, time=256, dtype=dtype)()
                 torch.cuda.synchronize()
             except Exception:  # out of resources, or a compiler that gives up: no candidate
                 failed.append(name)
@@ -111,31 +127,30 @@ def times(op: str, width: str, rounds: int = 5) -> dict[str, float]:
 
 def tune(pairs: Iterable[tuple[str, str]], processes: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
     """Times all candidates of (op, width) pairs and leaves the fastest in `triton_tiles.TABLE`; returns every time measured."""
-    most = max(len(options) for op in CANDIDATES.values() for _, options in op.values())
-    jobs = [(op, width, n) for n in range(most) for op, width in pairs]
+    jobs = [(op, width, n) for op, width in pairs for n in range(max(map(len, options(op, width).values())))]
     failures: dict[tuple[str, str, int], list[str]] = {}
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         for done, (job, failed) in enumerate(pool.imap_unordered(warm, jobs), 1):
             failures[job] = failed
             say(f"compiled {done} of {len(jobs)}")
-    entry = triton_tiles.entry_for(torch.device("cuda"))
-    standing = copy.deepcopy(triton_tiles.TABLE[entry]["kernels"])
+    standing = copy.deepcopy(here())
     measured: list[dict[str, Any]] = []
     for job in sorted(jobs):
         op, width, n = job
-        triton_tiles.TABLE[entry]["kernels"] = copy.deepcopy(standing)
-        for name in failures[job]:
-            say(f"{name} {width}: candidate {n} does not fit")
+        here().update(copy.deepcopy(standing))
         put = choose(op, width, n)
         for name in failures[job]:
-            triton_tiles.TABLE[entry]["kernels"][name][width] = standing[name][width]
+            say(f"{name} {width}: {put[name]} does not fit")
+            here()[name][width] = standing[name][width]
         for name, micro in times(op, width).items():
             if name in put and name not in failures[job]:
                 measured.append({"kernel": name, "width": width, "op": op, "tiles": put[name], "us": micro})
                 say(f"{op} {name} {width}: {put[name]} {micro:.0f} us")
     for (name, width), best in fastest(measured).items():
         standing[name][width] = best
-    triton_tiles.TABLE[entry] = {"from": f"{torch.cuda.get_device_name()}, commit {current_commit()}", "kernels": standing}
+    here().update(copy.deepcopy(STANDING[triton_tiles.entry_for(torch.device("cuda"))]["kernels"]))
+    made = {"from": f"{torch.cuda.get_device_name()}, commit {current_commit()}", "kernels": standing}
+    triton_tiles.TABLE[str(triton_tiles.shared_memory(torch.device("cuda")))] = made
     return measured
 
 
@@ -151,10 +166,10 @@ def fastest(measured: Iterable[dict[str, Any]]) -> dict[tuple[str, str], Tiles]:
     return best
 
 
-def write() -> None:
-    """Writes the table to where it was read from."""
+def write(path: Path) -> None:
+    """Writes the table."""
     entries = []
     for size, entry in triton_tiles.TABLE.items():
         rows = ",\n".join(f"      {json.dumps(name)}: {json.dumps(tiles)}" for name, tiles in entry["kernels"].items())
         entries.append(f'  "{size}": {{\n    "from": {json.dumps(entry["from"])},\n    "kernels": {{\n{rows}\n    }}\n  }}')
-    triton_tiles.PATH.write_text("{\n" + ",\n".join(entries) + "\n}\n")
+    path.write_text("{\n" + ",\n".join(entries) + "\n}\n")

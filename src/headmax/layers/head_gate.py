@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from headmax.layers.initialized import Initialized
 from headmax.ops import head_gate
 from headmax.ops.checks import compute_dtype
-from headmax.ops.registry import suggest
+from headmax.ops.registry import beside, suggest
 
 Source = Literal["head", "hidden_heads", "hidden"]
 Kind = Literal["softmax", "sigmoid", "uniform"]
@@ -53,9 +53,9 @@ class HeadGateConfig:
         if not self.init_std >= 0:
             raise ValueError(f"HeadGateConfig: init_std must not be negative, got {self.init_std!r}")
 
-    def build(self, *, hidden_size: int, num_heads: int, head_dim: int) -> HeadGate:
-        """The module, for `num_heads` gates scored on heads of width `head_dim`."""
-        return HeadGate(
+    def build(self, *, hidden_size: int, num_heads: int, head_dim: int, like: Tensor) -> HeadGate:
+        """The module, for `num_heads` gates scored on heads of width `head_dim`, on the device and in the dtype of `like`."""
+        gate = HeadGate(
             hidden_size=hidden_size,
             num_heads=num_heads,
             head_dim=head_dim,
@@ -67,6 +67,7 @@ class HeadGateConfig:
             temperature=self.temperature,
             init_std=self.init_std,
         )
+        return gate.to(like.device, like.dtype if like.is_floating_point() else None)  # a quantized weight has no dtype to share
 
 
 class HeadGate(Initialized):
@@ -107,20 +108,42 @@ class HeadGate(Initialized):
             if weight is not None:
                 yield weight, torch.randn_like(weight) * self.init_std
 
-    def forward(self, q: Tensor, k: Tensor, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """(read, write) gates [B,T,H] for q, k [B,T,heads,K], taken before feature map, rotary and norm, and the hidden state x [B,T,E]."""
-        read = self._gate(q, x, self.read_weight) if self.read else None
-        write = self._gate(k, x, self.write_weight) if self.write else None
+    def rows(self, query: Tensor, key: Tensor) -> list[Tensor]:
+        """The scores as matrices [H,E] on the hidden state: <W_h x, w_h> = <x, W_h^T w_h>, q and k being `query` and `key` times x."""
+
+        def folded(matrix: Tensor, weight: Tensor) -> Tensor:
+            heads = matrix.shape[0] // weight.shape[1]
+            return (weight.unflatten(0, (heads, -1)).unsqueeze(-1) * matrix.unflatten(0, (heads, 1, -1))).sum(2).flatten(0, 1)
+
+        pairs = [(m, w) for m, w in ((query, self.read_weight), (key, self.write_weight)) if w is not None]
+        return [folded(matrix, weight) for matrix, weight in pairs] if self.source == "head" else [self._spread(w) for _, w in pairs]
+
+    def _spread(self, weight: Tensor) -> Tensor:
+        return weight if self.source == "hidden" else torch.block_diag(*weight)
+
+    def forward(
+        self, q: Tensor, k: Tensor, x: Tensor, scores: Sequence[Tensor] = (), backend: str = "auto"
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """(read, write) gates [B,T,H] for q, k [B,T,heads,K], taken before feature map, rotary and norm, and the hidden state x [B,T,E].
+
+        `scores` are those of `rows`, where the caller has them.
+        """
+        known = iter(scores)
+        read = self._gate(q, x, self.read_weight, next(known, None), backend) if self.read else None
+        write = self._gate(k, x, self.write_weight, next(known, None), backend) if self.write else None
         return read, write
 
-    def _gate(self, heads: Tensor, x: Tensor, weight: Tensor | None) -> Tensor:
+    def _gate(self, heads: Tensor, x: Tensor, weight: Tensor | None, score: Tensor | None, backend: str) -> Tensor:
         if weight is None:
             return x.new_full((*x.shape[:2], self.num_heads), self.scale / self.num_heads, dtype=compute_dtype(x.dtype))
-        if self.source == "head":
+        if score is not None:
+            scored, weight = score.unsqueeze(-1), torch.ones_like(weight[:, :1])
+        elif self.source == "head":
             scored = heads
         else:
             scored = x if self.source == "hidden" else x.unflatten(-1, (self.num_heads, -1))
-        return head_gate(scored, weight, self.temperature, self.scale, kind="sigmoid" if self.kind == "sigmoid" else "softmax")
+        kind: Literal["softmax", "sigmoid"] = "sigmoid" if self.kind == "sigmoid" else "softmax"
+        return head_gate(scored, weight, self.temperature, self.scale, kind=kind, backend=beside(backend))
 
     def extra_repr(self) -> str:
         return f"heads={self.num_heads}, read={self.read}, write={self.write}, source={self.source}, kind={self.kind}, scale={self.scale:g}"

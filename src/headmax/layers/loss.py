@@ -3,72 +3,101 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from headmax.ops.registry import has_kernels
+from headmax.ops.checks import check_shape, compute_dtype
+from headmax.ops.registry import Lazy, beside, no_autocast, register, select
 
 LOGITS_AT_ONCE = 2**28
 """How many logits are held at a time: 8,192 tokens at a vocabulary of 32k, enough to keep the matrix units busy."""
 IGNORED = -100
 
 
-def _rows(logits: Tensor, labels: Tensor) -> Tensor:
+def _reference(logits: Tensor, labels: Tensor) -> Tensor:
     """The loss of each row [N]; `logits` become their gradient, in place."""
-    if has_kernels(logits.device.type):
-        from headmax.layers.triton_loss import cross_entropy_rows
+    log_p = logits.to(compute_dtype(logits.dtype)).log_softmax(-1)
+    at, ignored = labels.clamp_min(0).unsqueeze(-1), (labels == IGNORED).unsqueeze(-1)
+    losses = -log_p.gather(-1, at)
+    logits.copy_(log_p.exp_().scatter_add_(-1, at, -torch.ones_like(losses)).masked_fill_(ignored, 0))
+    return losses.masked_fill_(ignored, 0).squeeze(-1)
 
-        return cross_entropy_rows(logits, labels)
-    losses = F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="none")
-    counted = (labels != IGNORED).unsqueeze(-1)
-    gradient = logits.float().softmax(-1)
-    gradient.scatter_add_(-1, labels.clamp_min(0).unsqueeze(-1), -counted.float())
-    logits.copy_(gradient * counted)
-    return losses
+
+register(
+    "cross_entropy",
+    {"reference": _reference, "triton": Lazy("headmax.layers.triton_loss", "cross_entropy_rows", needs="triton", interpreted=True)},
+)
+
+
+def _check_labels(labels: Tensor, size: int) -> None:
+    """Refuses labels that name no token: at once, but on a GPU, which is not waited for, by an assert over there."""
+    known = (labels == IGNORED) | ((labels >= 0) & (labels < size))
+    wanted = f"linear_cross_entropy: labels must be {IGNORED} or below {size}, the vocabulary"
+    if labels.is_cuda:
+        torch._assert_async(known.all(), wanted)
+    elif not known.all():
+        raise ValueError(f"{wanted}, got {labels[~known][0].item()}")
 
 
 def _wide_mm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a @ b as `dtype`; a GPU's matrix units sum in float32 anyway, and need not round it."""
-    return torch.mm(a, b, out_dtype=dtype) if a.is_cuda and a.dtype != dtype else torch.mm(a, b).to(dtype)
+    """a @ b summed and kept in `dtype`; a GPU's matrix units do that of narrow operands as they are."""
+    return torch.mm(a, b, out_dtype=dtype) if a.is_cuda and a.dtype != dtype else torch.mm(a.to(dtype), b.to(dtype))
+
+
+def _results(x: Tensor, weight: Tensor, labels: Tensor, wants_x: bool, wants_weight: bool, backend: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, d_x and d_weight before the first token; a gradient that is not wanted is empty."""
+    dtype = compute_dtype(x.dtype)
+    d_weight = torch.zeros_like(weight, dtype=dtype) if wants_weight else weight.new_empty(0)
+    return x.new_zeros((), dtype=dtype), torch.empty_like(x) if wants_x else x.new_empty(0), d_weight
 
 
 @torch.library.custom_op("headmax::linear_cross_entropy", mutates_args=())
-def _forward(x: Tensor, weight: Tensor, labels: Tensor, gradients: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(x: Tensor, weight: Tensor, labels: Tensor, wants_x: bool, wants_weight: bool, backend: str) -> tuple[Tensor, Tensor, Tensor]:
     """The summed loss of x [N,E] @ weight.T [E,V], and its gradients, which cost least while the logits are there."""
-    narrow = weight.to(x.dtype)
-    loss = x.new_zeros((), dtype=torch.float32)
-    d_x = torch.empty_like(x) if gradients else x.new_empty(0)
-    d_weight = torch.zeros_like(weight) if gradients else weight.new_empty(0)
-    for rows in torch.arange(x.shape[0]).split(max(1, LOGITS_AT_ONCE // weight.shape[0])):
-        piece = slice(int(rows[0]), int(rows[-1]) + 1)
-        logits = x[piece] @ narrow.T
-        loss += _rows(logits, labels[piece]).sum()
-        if gradients:
-            torch.mm(logits, narrow, out=d_x[piece])
-            d_weight += _wide_mm(logits.T, x[piece], d_weight.dtype)
+    rows = select("cross_entropy", beside(backend), x.device.type, "float64" if x.dtype == torch.float64 else None)
+    _check_labels(labels, weight.shape[0])
+    loss, d_x, d_weight = _results(x, weight, labels, wants_x, wants_weight, backend)
+    narrow, step = weight.to(x.dtype), max(1, LOGITS_AT_ONCE // weight.shape[0])
+    with no_autocast(x.device):
+        for start in range(0, x.shape[0], step):
+            piece = slice(start, start + step)
+            logits = x[piece] @ narrow.T
+            loss += rows(logits, labels[piece]).sum()
+            if wants_x:
+                torch.mm(logits, narrow, out=d_x[piece])
+            if wants_weight:
+                d_weight += _wide_mm(logits.T, x[piece], d_weight.dtype)
     return loss, d_x, d_weight
 
 
-@_forward.register_fake
-def _(x, weight, labels, gradients):  # type: ignore[no-untyped-def]
-    made = [torch.empty_like(x), torch.empty_like(weight)] if gradients else [x.new_empty(0), weight.new_empty(0)]
-    return x.new_empty((), dtype=torch.float32), *made
+_forward.register_fake(_results)
 
 
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    x, weight, _, wants_x, wants_weight, _ = inputs
+    ctx.dtypes = x.dtype if wants_x else None, weight.dtype if wants_weight else None
     ctx.save_for_backward(*output[1:])
     ctx.mark_non_differentiable(*output[1:])
 
 
 def _gradient(ctx, d_loss, *_):  # type: ignore[no-untyped-def]
-    d_x, d_weight = ctx.saved_tensors
-    return (d_x * d_loss).to(d_x.dtype), d_weight * d_loss, None, None
+    made = (dtype and (d * d_loss).to(dtype) for d, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True))
+    return *made, None, None, None, None
 
 
 _forward.register_autograd(_gradient, setup_context=_save)
 
 
-def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """Σ cross_entropy(x @ weight.T, labels) over the tokens whose label is not -100. x [..., E], weight [V, E], labels [...]."""
-    wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    return _forward(x.flatten(0, -2), weight, labels.flatten(), wanted)[0]
+def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor, backend: str = "auto") -> Tensor:
+    """Σ cross_entropy(x @ weight.T, labels) over the tokens whose label is not -100. x [..., E], weight [V, E], labels [...].
+
+    In float32, or float64 beside float64 x. Labels are moved to x's device.
+    """
+    check_shape("linear_cross_entropy", "weight", weight, "vocabulary, hidden", (weight.shape[0], x.shape[-1]))
+    if labels.shape != x.shape[:-1] or labels.is_floating_point():
+        raise ValueError(
+            f"linear_cross_entropy: labels must be integers of shape {list(x.shape[:-1])}, as x has it, "
+            f"got {labels.dtype} of shape {list(labels.shape)}"
+        )
+    wants = torch.is_grad_enabled()
+    labels = labels.to(x.device, torch.int64).reshape(-1).contiguous()
+    return _forward(x.reshape(-1, x.shape[-1]), weight, labels, wants and x.requires_grad, wants and weight.requires_grad, backend)[0]

@@ -10,31 +10,59 @@ from torch import Tensor, nn
 
 from headmax.layers.initialized import Initialized
 from headmax.ops.packing import Packing
-from headmax.ops.registry import has_kernels
+from headmax.ops.registry import Lazy, beside, register, select
 
 
-def short_convolution(x: Tensor, weight: Tensor, state: Tensor | None, packing: Packing | None) -> tuple[Tensor, Tensor]:
-    """silu of the causal depthwise convolution of x [B,T,D] with weight [D,W], and the last W - 1 inputs, which `state` is too."""
+def _reference(x: Tensor, weight: Tensor, before: Tensor | None) -> Tensor:
     time, width = x.shape[1], weight.shape[1]
-    if state is None and x.dtype != torch.float64 and has_kernels(x.device.type):
-        from headmax.layers.triton_conv import short_conv
-
-        y = short_conv(x, weight, None if packing is None else packing.positions)
-        last = x[:, 1 - width :]
-        return y, F.pad(last, (0, 0, width - 1 - last.shape[1], 0))
-    padded = F.pad(x, (0, 0, width - 1, 0)) if state is None else torch.cat([state.to(x.dtype), x], dim=1)
-    weight = weight.to(x.dtype)
-    y = padded[:, width - 1 :] * weight[:, -1]
+    padded, weight = F.pad(x, (0, 0, width - 1, 0)), weight.to(x.dtype)
+    y = x * weight[:, -1]
     for i in range(width - 1):
         term = padded[:, i : i + time] * weight[:, i]
-        if packing is not None:  # a token this early in its sequence has no such predecessor
-            term = term * (packing.positions >= width - 1 - i).to(x.dtype).unsqueeze(-1)
+        if before is not None:  # a token this early in its sequence has no such predecessor
+            term = term * (before >= width - 1 - i).to(x.dtype).unsqueeze(-1)
         y = y + term
-    return F.silu(y), padded[:, time:]
+    return F.silu(y)
+
+
+register(
+    "short_conv",
+    {"reference": _reference, "triton": Lazy("headmax.layers.triton_conv", "short_conv", needs="triton", interpreted=True)},
+)
+
+
+def _behind(state: Tensor, x: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
+    """The row of x [1,T,D] with each sequence behind its state [N,W-1,D], and where the tokens are in it."""
+    states = torch.arange(state.shape[0], device=x.device).repeat_interleave(state.shape[1])
+    order = torch.cat([states, packing.sequence_ids]).argsort(stable=True)
+    return torch.cat([state.flatten(0, 1)[None], x], dim=1)[:, order], order.argsort()[len(states) :]
+
+
+def short_convolution(
+    x: Tensor, weight: Tensor, state: Tensor | None = None, packing: Packing | None = None, backend: str = "auto"
+) -> Tensor:
+    """silu of the causal depthwise convolution of x [B,T,D] with weight [D,W]; `state` [sequences,W-1,D] are the inputs before."""
+    run = select("short_conv", beside(backend), x.device.type, "float64" if x.dtype == torch.float64 else None)
+    if state is None:
+        return run(x, weight, None if packing is None else packing.positions)
+    if packing is None:
+        return run(torch.cat([state.to(x.dtype), x], dim=1), weight, None)[:, state.shape[1] :]
+    row, tokens = _behind(state.to(x.dtype), x, packing)
+    return run(row, weight, None)[:, tokens]
+
+
+def last_inputs(x: Tensor, width: int, state: Tensor | None, packing: Packing | None) -> Tensor:
+    """The `state` of what follows x: the last W - 1 inputs of each sequence, zeros where there were fewer."""
+    sequences = x.shape[0] if packing is None else packing.num_sequences
+    state = x.new_zeros(sequences, width - 1, x.shape[2]) if state is None else state.to(x.dtype)
+    if packing is None:
+        return torch.cat([state, x[:, 1 - width :]], dim=1)[:, 1 - width :]
+    row, tokens = _behind(state, x, packing)
+    return row[0, tokens[packing.cu_seqlens[1:] - 1, None] + torch.arange(2 - width, 1, device=x.device)]
 
 
 class ShortConvolution(Initialized):
-    """y_t = silu(Σ_i weight_i x_{t-width+1+i}), depthwise; the state is the last width - 1 inputs [batch, width - 1, channels]."""
+    """y_t = silu(Σ_i weight_i x_{t-width+1+i}), depthwise; the state is the last width - 1 inputs [sequences, width - 1, channels]."""
 
     def __init__(self, channels: int, width: int) -> None:
         super().__init__()
@@ -48,8 +76,17 @@ class ShortConvolution(Initialized):
         bound = self.width**-0.5
         yield self.weight, torch.empty_like(self.weight).uniform_(-bound, bound)
 
-    def forward(self, x: Tensor, state: Tensor | None = None, packing: Packing | None = None) -> tuple[Tensor, Tensor]:
-        return short_convolution(x, self.weight, state, packing)
+    def forward(
+        self,
+        x: Tensor,
+        state: Tensor | None = None,
+        packing: Packing | None = None,
+        *,
+        return_state: bool = False,
+        backend: str = "auto",
+    ) -> tuple[Tensor, Tensor | None]:
+        y = short_convolution(x, self.weight, state, packing, backend)
+        return y, last_inputs(x, self.width, state, packing) if return_state else None
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, width={self.width}"

@@ -7,27 +7,39 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headmax.ops.triton_common import on_its_device
+
 TOKENS, CHANNELS = 64, 64
 """The tile of a program."""
+STEPS = 2
+"""Tiles of tokens over which a program sums its share of the weight's gradient."""
 
 
 @triton.jit
-def taps(
-    x, weight, before, batch, start, channels, T, D,
-    W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, PACKED: tl.constexpr, SHIFT: tl.constexpr,
-):  # fmt: skip
-    """Σ_i weight_i x_{t + SHIFT - W + 1 + i}: the sum the silu is taken of, for BT tokens from `start` + SHIFT on."""
-    rows = start + SHIFT + tl.arange(0, BT)
-    total = tl.zeros([BT, BD], tl.float32)
+def place(T, D, BT: tl.constexpr, BD: tl.constexpr):
+    """Channels, batch row and first token of this program; tiles of channels are neighbours."""
+    n, wide = tl.program_id(0), tl.cdiv(D, BD)
+    return n % wide * BD + tl.arange(0, BD), (n // wide // tl.cdiv(T, BT)).to(tl.int64), n // wide % tl.cdiv(T, BT) * BT
+
+
+@triton.jit
+def earlier(x, before, batch, rows, back: tl.constexpr, channels, T, D, PACKED: tl.constexpr):
+    """x_{t-back} for tokens `rows` of the same sequence, 0 where there is none."""
+    inside = (rows >= back) & (rows < T)
     if PACKED:
-        seen = tl.load(before + rows, mask=(rows >= 0) & (rows < T), other=0)
+        inside = inside & (tl.load(before + rows, mask=rows < T, other=0) >= back)
+    at = (batch * T + rows[:, None] - back) * D + channels[None, :]
+    return tl.load(x + at, mask=inside[:, None] & (channels[None, :] < D), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def taps(x, weight, before, batch, start, channels, T, D, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, PACKED: tl.constexpr):
+    """Σ_i weight_i x_{t-W+1+i}, what the silu is taken of, for BT tokens from `start` on."""
+    rows = start + tl.arange(0, BT)
+    total = tl.zeros([BT, BD], tl.float32)
     for i in tl.static_range(W):
-        at = rows - (W - 1 - i)
-        inside = (at >= 0) & (rows < T)
-        if PACKED:
-            inside = inside & (seen >= W - 1 - i)
-        t_x = tl.load(x + (batch * T + at[:, None]) * D + channels[None, :], mask=inside[:, None] & (channels[None, :] < D), other=0.0)
-        total += t_x.to(tl.float32) * tl.load(weight + channels * W + i, mask=channels < D, other=0.0).to(tl.float32)[None, :]
+        t_w = tl.load(weight + channels * W + i, mask=channels < D, other=0.0).to(tl.float32)
+        total += earlier(x, before, batch, rows, W - 1 - i, channels, T, D, PACKED) * t_w[None, :]
     return total
 
 
@@ -36,45 +48,61 @@ def short_conv_kernel(
     x, weight, before, y, T, D, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, PACKED: tl.constexpr
 ):  # fmt: skip
     """y_t = silu(Σ_i weight_i x_{t-W+1+i}) for a tile of tokens and channels."""
-    channels, batch = tl.program_id(0) * BD + tl.arange(0, BD), tl.program_id(2).to(tl.int64)
-    start = tl.program_id(1) * BT
-    total = taps(x, weight, before, batch, start, channels, T, D, W, BT, BD, PACKED, 0)
+    channels, batch, start = place(T, D, BT, BD)
+    total = taps(x, weight, before, batch, start, channels, T, D, W, BT, BD, PACKED)
     rows = start + tl.arange(0, BT)
     inside = (rows[:, None] < T) & (channels[None, :] < D)
     tl.store(y + (batch * T + rows[:, None]) * D + channels[None, :], (total * tl.sigmoid(total)).to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def short_conv_gradients_kernel(
-    x, weight, before, d_y, d_x, d_weight, T, D, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, PACKED: tl.constexpr
+def short_conv_inner_gradients_kernel(
+    x, weight, before, d_y, inner, d_weight, T, D,
+    W: tl.constexpr, TAPS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, STEPS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """d_x_t = Σ_i weight_i d_{t+W-1-i}, where d is d_y through the silu, and this tile's share of d_weight_i = Σ_t d_t x_{t-W+1+i}."""
-    channels, batch = tl.program_id(0) * BD + tl.arange(0, BD), tl.program_id(2).to(tl.int64)
-    start = tl.program_id(1) * BT
-    rows = start + tl.arange(0, BT)
-    in_channels = channels < D
-    gradient = tl.zeros([BT, BD], tl.float32)
-    for back in tl.static_range(W):  # the token `back` further on, whose tap W - 1 - back is this one
-        total = taps(x, weight, before, batch, start, channels, T, D, W, BT, BD, PACKED, back)
-        ahead = rows + back
-        inside = ahead < T
-        t_y = tl.load(d_y + (batch * T + ahead[:, None]) * D + channels[None, :], mask=inside[:, None] & in_channels[None, :], other=0.0)
+    """inner = d_y through the silu, for STEPS tiles of tokens, and their share of d_weight_i = Σ_t inner_t x_{t-W+1+i}."""
+    channels, batch, base = place(T, D, BT * STEPS, BD)
+    in_channels, tap = channels < D, tl.arange(0, TAPS)
+    shares = tl.zeros([TAPS, BD], tl.float32)
+    for n in range(STEPS):
+        start = base + n * BT
+        rows = start + tl.arange(0, BT)
+        total = taps(x, weight, before, batch, start, channels, T, D, W, BT, BD, PACKED)
+        inside = (rows[:, None] < T) & in_channels[None, :]
+        at = (batch * T + rows[:, None]) * D + channels[None, :]
         gate = tl.sigmoid(total)
-        through = t_y.to(tl.float32) * gate * (1 + total * (1 - gate))
+        t_d = tl.load(d_y + at, mask=inside, other=0.0).to(tl.float32) * gate * (1 + total * (1 - gate))
+        tl.store(inner + at, t_d.to(inner.dtype.element_ty), mask=inside)
+        for i in tl.static_range(W):
+            t_x = earlier(x, before, batch, rows, W - 1 - i, channels, T, D, PACKED)
+            shares += tl.where(tap[:, None] == i, tl.sum(t_d * t_x, 0)[None, :], 0.0)
+    row = (batch * tl.cdiv(T, BT * STEPS) + base // (BT * STEPS)) * D
+    tl.store(d_weight + (row + channels[None, :]) * W + tap[:, None], shares, mask=in_channels[None, :] & (tap[:, None] < W))
+
+
+@triton.jit
+def short_conv_input_gradients_kernel(
+    inner, weight, before, d_x, T, D, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, PACKED: tl.constexpr
+):  # fmt: skip
+    """d_x_t = Σ_i weight_i inner_{t+W-1-i}"""
+    channels, batch, start = place(T, D, BT, BD)
+    rows, in_channels = start + tl.arange(0, BT), channels < D
+    gradient = tl.zeros([BT, BD], tl.float32)
+    for i in tl.static_range(W):
+        ahead = rows + (W - 1 - i)
+        inside = ahead < T
         if PACKED:
-            seen = tl.load(before + ahead, mask=inside, other=0)
-            through = tl.where((seen >= back)[:, None], through, 0.0)
-        tap = weight + channels * W + W - 1 - back
-        gradient += through * tl.load(tap, mask=in_channels, other=0.0).to(tl.float32)[None, :]
-        t_x = tl.load(x + (batch * T + rows[:, None]) * D + channels[None, :], mask=(rows[:, None] < T) & in_channels[None, :], other=0.0)
-        share = d_weight + ((batch * tl.num_programs(1) + tl.program_id(1)) * D + channels) * W + W - 1 - back
-        tl.store(share, tl.sum(through * t_x.to(tl.float32), 0), mask=in_channels)
+            inside = inside & (tl.load(before + ahead, mask=inside, other=0) >= W - 1 - i)
+        at = (batch * T + ahead[:, None]) * D + channels[None, :]
+        t_d = tl.load(inner + at, mask=inside[:, None] & in_channels[None, :], other=0.0).to(tl.float32)
+        gradient += t_d * tl.load(weight + channels * W + i, mask=in_channels, other=0.0).to(tl.float32)[None, :]
     whole = (rows[:, None] < T) & in_channels[None, :]
     tl.store(d_x + (batch * T + rows[:, None]) * D + channels[None, :], gradient.to(d_x.dtype.element_ty), mask=whole)
 
 
-def _grid(x: Tensor) -> tuple[int, int, int]:
-    return triton.cdiv(x.shape[2], CHANNELS), triton.cdiv(x.shape[1], TOKENS), x.shape[0]
+def _tiles(x: Tensor, tokens: int = TOKENS) -> tuple[int, int]:
+    """Tiles of `tokens` tokens, and of channels."""
+    return x.shape[0] * triton.cdiv(x.shape[1], tokens), triton.cdiv(x.shape[2], CHANNELS)
 
 
 def _sizes(x: Tensor, weight: Tensor, before: Tensor | None) -> dict[str, int]:
@@ -82,9 +110,10 @@ def _sizes(x: Tensor, weight: Tensor, before: Tensor | None) -> dict[str, int]:
 
 
 @torch.library.custom_op("headmax::short_conv", mutates_args=())
+@on_its_device
 def _forward(x: Tensor, weight: Tensor, before: Tensor | None) -> Tensor:
-    y = torch.empty_like(x)
-    short_conv_kernel[_grid(x)](x, weight, before, y, **_sizes(x, weight, before))
+    y, tiles = torch.empty_like(x), _tiles(x)
+    short_conv_kernel[(tiles[0] * tiles[1],)](x, weight, before, y, **_sizes(x, weight, before))
     return y
 
 
@@ -94,10 +123,16 @@ def _(x, weight, before):
 
 
 @torch.library.custom_op("headmax::short_conv_backward", mutates_args=())
+@on_its_device
 def _backward(d_y: Tensor, x: Tensor, weight: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
-    d_x, grid = torch.empty_like(x), _grid(x)
-    shares = x.new_empty(grid[1] * grid[2], *weight.shape, dtype=torch.float32)
-    short_conv_gradients_kernel[grid](x, weight, before, d_y.contiguous(), d_x, shares, **_sizes(x, weight, before))
+    inner, d_x, sizes = torch.empty_like(x), torch.empty_like(x), _sizes(x, weight, before)
+    rows, columns = _tiles(x, STEPS * TOKENS)
+    shares = x.new_empty(rows, *weight.shape, dtype=torch.float32)
+    short_conv_inner_gradients_kernel[(rows * columns,)](
+        x, weight, before, d_y.contiguous(), inner, shares, **sizes, TAPS=triton.next_power_of_2(weight.shape[1]), STEPS=STEPS
+    )
+    rows, columns = _tiles(x)
+    short_conv_input_gradients_kernel[(rows * columns,)](inner, weight, before, d_x, **sizes)
     return d_x, shares.sum(0).to(weight.dtype)
 
 
@@ -119,4 +154,6 @@ _forward.register_autograd(_gradient, setup_context=_save)
 
 def short_conv(x: Tensor, weight: Tensor, before: Tensor | None) -> Tensor:
     """silu of the causal depthwise convolution of x [B,T,D] with weight [D,W]; `before` [T] counts a packed token's predecessors."""
+    if x.dtype == torch.float64:
+        raise ValueError("short_conv: backend 'triton' computes in float32, got torch.float64; use 'chunkwise'")
     return _forward(x.contiguous(), weight.contiguous(), before)

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headmax.ops.triton_common import on_its_device
+
 
 @triton.jit
 def cross_entropy_kernel(logits, labels, losses, stride, V: tl.constexpr, BLOCK: tl.constexpr):
@@ -35,8 +37,11 @@ def cross_entropy_kernel(logits, labels, losses, stride, V: tl.constexpr, BLOCK:
         tl.store(base + start + columns, tl.where(counted, gradient, 0.0).to(logits.dtype.element_ty), mask=inside)
 
 
+@on_its_device
 def cross_entropy_rows(logits: Tensor, labels: Tensor) -> Tensor:
     """The loss of each row of logits [N,V], which become their own gradient."""
+    if logits.dtype == torch.float64:
+        raise ValueError("cross_entropy: backend 'triton' computes in float32, got torch.float64; use 'chunkwise'")
     losses = logits.new_empty(logits.shape[0], dtype=torch.float32)
     if not labels.is_contiguous() or logits.stride(1) != 1:
         raise ValueError(f"cross_entropy_rows: labels must be contiguous and logits' rows too, got strides {logits.stride()}")

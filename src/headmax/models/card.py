@@ -35,7 +35,7 @@ def card(model: HeadmaxForCausalLM) -> str:
             *rows,
             "",
             "```python",
-            "import headmax  # pip install headmax; registers the model with the Auto classes, no remote code",
+            "import headmax  # `pip install .` in a checkout of headmax; registers the model with the Auto classes, no remote code",
             "from transformers import AutoModelForCausalLM",
             "",
             'model = AutoModelForCausalLM.from_pretrained("this folder")',
@@ -46,7 +46,7 @@ def card(model: HeadmaxForCausalLM) -> str:
 
 
 def write_card(model: HeadmaxForCausalLM, folder: Path | str) -> None:
-    """Writes README.md into a model's folder; one that is there is left alone."""
+    """Writes README.md into a model's folder; FileExistsError if one is there."""
     path = Path(folder) / "README.md"
     if path.exists():
         raise FileExistsError(f"{path} is there already")

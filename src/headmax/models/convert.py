@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Mapping
@@ -44,27 +45,29 @@ ONLY = {
 }
 """Settings of FLA that have one value here; any other is refused by name."""
 MAPPED = {"expand_k", "expand_v", "hidden_ratio", "intermediate_size", "use_short_conv", "conv_size", "feature_map"}
-MAPPED |= {"head_dim", "num_v_heads", "num_kv_heads", "rope_theta"}
+MAPPED |= {"head_dim", "num_v_heads", "num_kv_heads", "rope_theta", "share_conv_kernel", "torch_dtype"}
 FEATURE_MAPS = {None: "identity", "relu": "relu", "silu": "silu", "swish": "silu"}
 COPIED = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "added_tokens.json", "generation_config.json", "chat_template*")
 
-NAMES = (
-    (r"model\.embeddings\.weight", "model.embed_tokens.weight"),
-    (r"model\.norm\.weight", "model.norm.weight"),
-    (r"lm_head\.weight", "lm_head.weight"),
-    (r"model\.layers\.(\d+)\.attn_norm\.weight", r"model.layers.\1.mixer_norm.weight"),
-    (r"model\.layers\.(\d+)\.mlp_norm\.weight", r"model.layers.\1.mlp_norm.weight"),
-    (r"model\.layers\.(\d+)\.mlp\.(gate|up|down)_proj\.weight", r"model.layers.\1.mlp.\2_proj.weight"),
-    (r"model\.layers\.(\d+)\.attn\.([qkvgoab])_proj\.weight", r"model.layers.\1.mixer.\2_proj.weight"),
-    (r"model\.layers\.(\d+)\.attn\.gk_proj\.0\.weight", r"model.layers.\1.mixer.decay_down_proj.weight"),
-    (r"model\.layers\.(\d+)\.attn\.gk_proj\.1\.(weight|bias)", r"model.layers.\1.mixer.decay_up_proj.\2"),
-    (r"model\.layers\.(\d+)\.attn\.(?:g_norm_swish_gate|g_norm|o_norm)\.weight", r"model.layers.\1.mixer.output_norm.norm.weight"),
-    (r"model\.layers\.(\d+)\.attn\.q_conv1d\.weight", r"model.layers.\1.mixer.convs.0.weight"),
-    (r"model\.layers\.(\d+)\.attn\.k_conv1d\.weight", r"model.layers.\1.mixer.convs.1.weight"),
-    (r"model\.layers\.(\d+)\.attn\.v_conv1d\.weight", r"model.layers.\1.mixer.convs.2.weight"),
-    (r"model\.layers\.(\d+)\.attn\.(A_log|dt_bias)", r"model.layers.\1.mixer.\2"),
-)
-"""FLA's names and ours."""
+NAMES = {
+    "model.embeddings.weight": "model.embed_tokens.weight",
+    "model.norm.weight": "model.norm.weight",
+    "lm_head.weight": "lm_head.weight",
+    "attn_norm.weight": "mixer_norm.weight",
+    "mlp_norm.weight": "mlp_norm.weight",
+    **{f"mlp.{x}_proj.weight": f"mlp.{x}_proj.weight" for x in ("gate", "up", "down")},
+    **{f"attn.{x}_proj.weight": f"mixer.{x}_proj.weight" for x in "qkvgoab"},
+    **{f"attn.{x}_conv1d.weight": f"mixer.convs.{n}.weight" for n, x in enumerate("qkv")},
+    "attn.gk_proj.0.weight": "mixer.decay_down_proj.weight",
+    "attn.gk_proj.1.weight": "mixer.decay_up_proj.weight",
+    "attn.gk_proj.1.bias": "mixer.decay_up_proj.bias",
+    "attn.A_log": "mixer.A_log",
+    "attn.dt_bias": "mixer.dt_bias",
+    "attn.g_norm.weight": "mixer.output_norm.norm.weight",  # where its norm is not fused
+    "attn.o_norm.weight": "mixer.output_norm.norm.weight",  # of Gated DeltaNet
+    "attn.g_norm_swish_gate.weight": "mixer.output_norm.norm.weight",
+}
+"""FLA's names and ours, those of a layer without its number."""
 
 
 def config_from_fla(fla: Mapping[str, Any]) -> HeadmaxConfig:
@@ -75,30 +78,41 @@ def config_from_fla(fla: Mapping[str, Any]) -> HeadmaxConfig:
     known = {*SHARED, *TOKENS, *INERT, *ONLY, *MAPPED, "model_type"}
     refused = [f"{name} (unknown)" for name in sorted(set(fla) - known - set(PreTrainedConfig().to_dict())) if not name.startswith("_")]
     refused += [f"{name}={fla[name]!r} (only {value!r})" for name, value in ONLY.items() if fla.get(name, value) not in (value, "silu")]
-    hidden, heads = fla["hidden_size"], fla["num_heads"]
-    if fla.get("num_kv_heads") not in (None, heads):
-        refused.append(f"num_kv_heads={fla['num_kv_heads']} (only num_heads {heads})")
+    refused += [f"{name} (missing)" for name in ("hidden_size", "num_heads") if fla.get(name) is None]
+    if fla.get("num_kv_heads") not in (None, fla.get("num_heads")):
+        refused.append(f"num_kv_heads={fla['num_kv_heads']} (only num_heads {fla.get('num_heads')})")
     if fla.get("feature_map") not in FEATURE_MAPS:
         refused.append(f"feature_map={fla['feature_map']!r} (only {', '.join(map(repr, FEATURE_MAPS))})")
-    if kind == "gated_deltanet" and not fla.get("use_short_conv", True):
+    convolves = fla.get("use_short_conv", kind == "gated_deltanet")
+    if kind == "gated_deltanet" and not convolves:
         refused.append("use_short_conv=False (Gated DeltaNet has one)")
+    if convolves and fla.get("share_conv_kernel"):
+        refused.append("share_conv_kernel=True (only False)")
     if refused:
         raise ValueError(f"flash-linear-attention's {kind}: headmax cannot map {'; '.join(refused)}")
+    hidden, heads = fla["hidden_size"], fla["num_heads"]
     width = fla.get("intermediate_size") or swiglu_width(hidden, fla.get("hidden_ratio") or (2 if kind == "retnet" else 4))
-    made = {name: fla[name] for name in (*SHARED, *TOKENS) if name in fla} | {"mixer": MIXER_OF[kind], "intermediate_size": width}
+    made: dict[str, Any] = {"mixer": MIXER_OF[kind], "intermediate_size": width, "tie_word_embeddings": False}
+    made |= {name: fla[name] for name in (*SHARED, *TOKENS) if name in fla}
     if kind == "transformer":
         made["rotary_base"] = fla.get("rope_theta") or 10_000.0
     elif kind == "gated_deltanet":
         key = fla.get("head_dim", 256)
-        made |= {"head_k_dim": key, "head_v_dim": round(key * fla.get("expand_v", 2.0)), "num_v_heads": fla.get("num_v_heads")}
+        made |= {"head_k_dim": key, "head_v_dim": int(key * fla.get("expand_v", 2.0)), "num_v_heads": fla.get("num_v_heads")}
         made["conv_size"] = fla.get("conv_size", 4)
     else:
         defaults = {"gla": (0.5, 1.0), "retnet": (1.0, 2.0)}[kind]
         for name, expand, default in (("head_k_dim", "expand_k", defaults[0]), ("head_v_dim", "expand_v", defaults[1])):
-            made[name] = round(hidden * fla.get(expand, default)) // heads
+            made[name] = int(hidden * fla.get(expand, default)) // heads
         made["feature_map"] = FEATURE_MAPS[fla.get("feature_map")]
-        made["conv_size"] = fla.get("conv_size", 4) if fla.get("use_short_conv") else 0
+        made["conv_size"] = fla.get("conv_size", 4) if convolves else 0
     return HeadmaxConfig(**made)
+
+
+def expansion(width: int, of: int) -> float:
+    """The factor that makes `width` of `of` in FLA, which cuts a product's fraction off."""
+    factor = width / of
+    return factor if int(of * factor) == width else math.nextafter(factor, math.inf)
 
 
 def config_to_fla(config: HeadmaxConfig) -> dict[str, Any]:
@@ -136,45 +150,39 @@ def config_to_fla(config: HeadmaxConfig) -> dict[str, Any]:
         shape = HeadmaxForCausalLM(config).model.layers[0].mixer  # its widths, defaults resolved
     key, value = int(shape.head_k_dim), int(shape.head_v_dim)
     if kind == "gated_deltanet":
-        return made | {"head_dim": key, "expand_v": value / key, "num_v_heads": config.num_v_heads, "conv_size": config.conv_size or 4}
-    made |= {"expand_k": key * heads / hidden, "expand_v": value * heads / hidden, "feature_map": maps[config.feature_map]}
+        return made | {
+            "head_dim": key,
+            "expand_v": expansion(value, key),
+            "num_v_heads": config.num_v_heads,
+            "conv_size": config.conv_size or 4,
+        }
+    made |= {"expand_k": expansion(key * heads, hidden), "expand_v": expansion(value * heads, hidden)}
+    made["feature_map"] = maps[config.feature_map]
     return made | {"use_short_conv": bool(config.conv_size), "conv_size": config.conv_size or 4}
 
 
-def our_name(name: str) -> str | None:
-    """The headmax name of an FLA weight, or None."""
-    for theirs, ours in NAMES:
-        if (match := re.fullmatch(theirs, name)) is not None:
-            return match.expand(ours)
-    return None
+def renamed(name: str, names: Mapping[str, str]) -> str:
+    """A weight's name on the other side; empty if it has none."""
+    layer = match[0] if (match := re.match(r"model\.layers\.\d+\.", name)) else ""
+    other = names.get(name.removeprefix(layer))
+    return layer + other if other else ""
 
 
 def weights_from_fla(weights: Mapping[str, Tensor], config: HeadmaxConfig) -> dict[str, Tensor]:
     """FLA's weights under our names and in our shapes, the same numbers. ValueError lists what is missing, left over or misshapen."""
-    made: dict[str, Tensor] = {}
-    left: list[str] = []
-    for name, x in weights.items():
-        ours = our_name(name)
-        if ours is None:
-            left.append(name)
-        else:
-            made[ours] = x.squeeze(1) if name.endswith("_conv1d.weight") and x.ndim == 3 else x
-    check_weights(made, config, left)
+    names = {name: renamed(name, NAMES) for name in weights}
+    made = {ours: weights[name].squeeze(1) if ".convs." in ours else weights[name] for name, ours in names.items() if ours}
+    check_weights(made, config, [name for name, ours in names.items() if not ours])
     return made
 
 
 def weights_to_fla(weights: Mapping[str, Tensor], config: HeadmaxConfig) -> dict[str, Tensor]:
     """The reverse of `weights_from_fla`."""
     check_weights(weights, config, [])
-    norm = "o_norm" if config.mixer == "gated_deltanet" else "g_norm_swish_gate"
-    made = {}
-    for name, x in weights.items():
-        theirs = name.replace("model.embed_tokens", "model.embeddings").replace(".mixer_norm.", ".attn_norm.").replace(".mixer.", ".attn.")
-        theirs = theirs.replace(".decay_down_proj.", ".gk_proj.0.").replace(".decay_up_proj.", ".gk_proj.1.")
-        theirs = theirs.replace(".output_norm.norm.", f".{norm}.")
-        theirs = re.sub(r"\.convs\.([012])\.", lambda match: f".{'qkv'[int(match[1])]}_conv1d.", theirs)
-        made[theirs] = x.unsqueeze(1) if theirs.endswith("_conv1d.weight") else x
-    return made
+    names = {ours: theirs for theirs, ours in NAMES.items()}
+    if config.mixer == "gated_deltanet":
+        names["mixer.output_norm.norm.weight"] = "attn.o_norm.weight"
+    return {renamed(name, names): x.unsqueeze(1) if ".convs." in name else x for name, x in weights.items()}
 
 
 def check_weights(weights: Mapping[str, Tensor], config: HeadmaxConfig, left: list[str]) -> None:
@@ -223,12 +231,17 @@ def write_folder(folder: Path, config: Mapping[str, Any], weights: Mapping[str, 
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
+def dtype_of(config: Mapping[str, Any]) -> str | None:
+    """What the weights are stored in, by its name in transformers since version 5 or the one before."""
+    return config.get("dtype") or config.get("torch_dtype")
+
+
 def from_fla(source: Path | str, out: Path | str) -> None:
     """An FLA checkpoint folder becomes a headmax folder, which `AutoModelForCausalLM.from_pretrained` loads."""
     folder = Path(source)
     config, weights = read_folder(folder)
     ours = config_from_fla(config)
-    made = ours.to_dict() | {"architectures": ["HeadmaxForCausalLM"]} | ({"dtype": config["dtype"]} if config.get("dtype") else {})
+    made = ours.to_dict() | {"architectures": ["HeadmaxForCausalLM"], "dtype": dtype_of(config)}
     write_folder(Path(out), made, weights_from_fla(weights, ours), folder)
 
 
@@ -239,5 +252,5 @@ def to_fla(source: Path | str, out: Path | str) -> None:
     if config.get("model_type") != HeadmaxConfig.model_type:
         raise ValueError(f"{folder}: model_type is {config.get('model_type')!r}, not a headmax model")
     ours = HeadmaxConfig.from_dict(config)
-    theirs = config_to_fla(ours) | ({"dtype": config["dtype"]} if config.get("dtype") else {})
+    theirs = config_to_fla(ours) | {"dtype": dtype_of(config)}
     write_folder(Path(out), theirs, weights_to_fla(weights, ours), folder)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from headmax.layers import MIXERS, HeadGateConfig
 from headmax.layers.mixers import RecurrentMixer
 from headmax.layers.mixers.base import RecurrentState
-from headmax.models.convert import config_from_fla, our_name
+from headmax.models.convert import NAMES, config_from_fla
 from headmax.ops.packing import Packing
 
 LAYERS = ("GatedLinearAttention", "MultiScaleRetention", "GatedDeltaNet")
@@ -32,7 +32,7 @@ class FLAMixer(nn.Module):
         with torch.device("meta"):
             mixer = cast(RecurrentMixer, MIXERS[name](**ours.mixer_arguments(name)))
         for path, parameter in theirs.named_parameters():
-            target = (our_name(f"model.layers.0.attn.{path}") or "").removeprefix("model.layers.0.mixer.")
+            target = NAMES.get(f"attn.{path}", "").removeprefix("mixer.")
             if not target:
                 raise ValueError(f"softmaxify: nothing in headmax takes {path} of {type(theirs).__name__}")
             if parameter.ndim == 3:  # a convolution: [D,1,W] there, [D,W] here, the same memory
@@ -55,18 +55,19 @@ class FLAMixer(nn.Module):
         **kwargs: Any,
     ) -> tuple[Tensor, None, Any]:
         time, bounds = hidden_states.shape[1], kwargs.get("cu_seqlens")
-        packing = None if bounds is None else Packing(bounds, hidden_states.device)
+        packing = None if bounds is None else Packing.of(bounds, hidden_states.device)
         state, seen = None, 0
         if past_key_values is not None and len(past_key_values) > self.layer_idx:
             kept, seen = past_key_values[self.layer_idx], past_key_values.get_seq_length(self.layer_idx)
             if kept is not None and kept["recurrent_state"] is not None:
                 state = RecurrentState(kept["recurrent_state"], kept["conv_state"] or ())
-        positions = torch.arange(seen, seen + time, device=hidden_states.device) if packing is None else packing.positions
+        # FLA's cache does not count the tokens of each packed sequence; RetNet, which needs that to go on, says so
+        positions = torch.arange(seen, seen + time, device=hidden_states.device)[None] if packing is None else None
         hidden, new_state, _ = self.mixer(
             hidden_states,
             state=state,
             return_state=bool(use_cache) and past_key_values is not None,
-            positions=positions[None],
+            positions=positions,
             packing=packing,
             mask=None if attention_mask is None else attention_mask[:, -time:],
         )

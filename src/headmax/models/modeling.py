@@ -26,6 +26,8 @@ from headmax.ops.checks import check_packing
 from headmax.ops.packing import Packing
 from headmax.ops.registry import autocast_dtype
 
+RECOMPILATIONS = 32
+"""Ways to call a block that may each be compiled."""
 Gates = tuple[tuple[Tensor | None, Tensor | None] | None, ...]
 
 
@@ -186,7 +188,12 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
         )
 
     def compile_blocks(self, backend: str = "inductor") -> None:
-        """Compiles block by block: the blocks share their code, so one compilation serves all layers, and none holds a graph break."""
+        """Compiles block by block: the blocks share their code, so one compilation serves all layers, and none holds a graph break.
+
+        Each kind of mixer, dtype, and way of calling (training, packed, with a state) is a compilation of that shared code; as many as
+        those may come to are allowed.
+        """
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILATIONS * len(set(self.config.mixers)))
         for block in self.layers:
             block.compile(fullgraph=True, backend=backend)
 
@@ -289,5 +296,6 @@ class HeadmaxForCausalLM(HeadmaxPreTrainedModel, GenerationMixin):
         """The mean loss of predicting each next token; Hugging Face's Trainer hands the number of them in over all its devices."""
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
-        total = linear_cross_entropy(x, self.lm_head.weight, shift_labels)
+        shift_labels = shift_labels.to(x.device)
+        total = linear_cross_entropy(x, self.lm_head.weight, shift_labels, self.config.backend)
         return total / ((shift_labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch)

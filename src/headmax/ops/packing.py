@@ -6,10 +6,14 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 CHUNK = 64
 """Tokens per chunk; every chunked backend shares it."""
 DEVICE_TABLES = ("cu_seqlens", "sequence_ids", "positions", "slot_tokens", "token_slots", "chunk_table", "chunk_starts")
+
+_built = WeakIdKeyDictionary()
+"""What `Packing.of` built, by the boundaries' tensor."""
 
 
 class Packing:
@@ -43,7 +47,7 @@ class Packing:
             if cu_seqlens.ndim != 1 or cu_seqlens.is_floating_point() or cu_seqlens.dtype == torch.bool:
                 raise ValueError(f"cu_seqlens must be a 1-D integer tensor, got {cu_seqlens.dtype} of shape {list(cu_seqlens.shape)}")
             device = cu_seqlens.device if device is None else device
-        bounds = torch.as_tensor(cu_seqlens, dtype=torch.int64).cpu()
+        bounds = torch.asarray(cu_seqlens, dtype=torch.int64, device="cpu", copy=True)
         lengths = bounds.diff()
         if bounds.numel() < 2 or bounds[0] != 0 or (lengths <= 0).any():
             raise ValueError(f"cu_seqlens must rise strictly from 0, one step per sequence, got {_preview(bounds)}")
@@ -84,6 +88,16 @@ class Packing:
     @property
     def num_tokens(self) -> int:
         return self.sequence_ids.shape[0]
+
+    @classmethod
+    def of(cls, cu_seqlens: Tensor, device: torch.device) -> Packing:
+        """The packing of a tensor handed to layer after layer: the first builds it, and it is kept until the tensor changes or goes."""
+        if cu_seqlens.is_inference():  # does not tell when it changes
+            return cls(cu_seqlens, device)
+        key, known = (cu_seqlens._version, device), _built.get(cu_seqlens)
+        if known is None or known[0] != key:
+            known = _built[cu_seqlens] = key, cls(cu_seqlens, device)
+        return known[1]
 
     @classmethod
     def from_positions(cls, position_ids: Tensor) -> Packing | None:

@@ -15,8 +15,13 @@ def _exporting() -> bool:
     return torch.compiler.is_exporting()
 
 
+def in_training_graph() -> bool:
+    """Whether a compiler traces what will be differentiated."""
+    return torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled() and not _exporting()
+
+
 def recomputed(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """function(*tensors), elementwise or nearly so. Only a compiled graph computes it again; eagerly its consumer keeps it anyway."""
-    if torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled() and not _exporting():
+    if in_training_graph():
         return checkpoint(function, *tensors, use_reentrant=False, preserve_rng_state=False)
     return function(*tensors)

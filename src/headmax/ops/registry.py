@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import importlib
 import importlib.util
 import logging
@@ -20,7 +21,26 @@ BACKENDS = ("auto", "reference", "chunkwise", "triton", "fla")
 AUTO_ORDER = ("triton", "chunkwise", "reference")
 """What "auto" tries, fastest first."""
 
+LEAST_SHARED = 99
+"""KiB of shared memory a block of the kernels may need on any GPU: what consumer cards have."""
+
 _announced: set[tuple[str, str, str]] = set()
+
+
+@functools.cache
+def kernel_obstacle() -> str | None:
+    """Why Triton kernels cannot run on this machine's GPU, or None."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if torch.version.hip is not None:
+        return "the kernels are written for NVIDIA GPUs"
+    gpu = torch.cuda.get_device_properties()
+    shared = gpu.shared_memory_per_block_optin // 1024  # type: ignore[attr-defined]
+    if gpu.major < 8 or shared < LEAST_SHARED:
+        return (
+            f"needs compute capability 8.0 and {LEAST_SHARED} KiB of shared memory, {gpu.name} has {gpu.major}.{gpu.minor} and {shared} KiB"
+        )
+    return None
 
 
 class Lazy:
@@ -37,9 +57,10 @@ class Lazy:
         """Why it cannot run on such a device, or None."""
         if importlib.util.find_spec(self.needs) is None:
             return f"{self.needs} is not installed"
-        if device_type != "cuda" and not (self.interpreted and os.environ.get("TRITON_INTERPRET") == "1"):
-            return f"needs a CUDA device, got {device_type}"
-        return None
+        if device_type != "cuda":
+            interpreted = self.interpreted and os.environ.get("TRITON_INTERPRET") == "1"
+            return None if interpreted else f"needs a CUDA device, got {device_type}"
+        return kernel_obstacle() if self.needs == "triton" else None
 
     def load(self) -> None:
         if self.function is None:
@@ -105,10 +126,9 @@ def suggest(name: object, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(map(repr, options))}"
 
 
-@torch.compiler.assume_constant_result
-def has_kernels(device_type: str) -> bool:
-    """Whether Triton kernels run on such a device."""
-    return device_type == "cuda" and importlib.util.find_spec("triton") is not None
+def beside(backend: str) -> str:
+    """What the ops around a recurrence of that backend run on: kernels where it names them, else plain PyTorch, as it is itself."""
+    return backend if backend in ("auto", "triton") else "reference"
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +13,17 @@ from torch import Tensor
 
 from headmax.ops.checks import beyond_kernels
 from headmax.ops.packing import CHUNK
+
+
+def on_its_device(function):
+    """Kernels go to the current device, which need not be that of the tensors: makes it that of the first argument."""
+
+    @functools.wraps(function)
+    def guarded(first, *others):
+        with torch.cuda.device(first.device) if first.is_cuda else contextlib.nullcontext():
+            return function(first, *others)
+
+    return guarded
 
 
 def dot_precision(dtype: torch.dtype) -> str:
@@ -50,10 +63,33 @@ class Layout:
     def chunks(self) -> int:
         return self.batch * triton.cdiv(self.time, CHUNK) if self.table is None else self.table.shape[0]
 
-    def segments(self, blocks: int, processors: int) -> int:
-        """Into how many segments a scan cuts each sequence: enough to give every processor two of the `blocks` per sequence."""
-        wanted = 2 * processors // (blocks * self.sequences)
-        return max(1, min(wanted, self.chunks // (MIN_SEGMENT * self.sequences)))
+    def segments(self, blocks: int, processors: int, least: int = 2) -> int:
+        """Into how many segments a scan cuts each sequence: enough to give every processor two of the `blocks` per sequence.
+
+        One where that is fewer than `least`: what segments do over again would cost more than they gain.
+        """
+        wanted = min(2 * processors // (blocks * self.sequences), self.chunks // (MIN_SEGMENT * self.sequences))
+        return wanted if wanted >= least else 1
+
+
+# Grids have one axis: only the first may be longer than 65,535. Programs that share inputs are neighbours.
+
+
+@triton.jit
+def channel_block(H: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """First channel, chunk (or run) and head of this program: blocks of `BLOCK` channels first, then heads."""
+    n = tl.program_id(0)
+    blocks = tl.cdiv(WIDTH, BLOCK)
+    return n % blocks * BLOCK, n // blocks // H, n // blocks % H
+
+
+@triton.jit
+def state_block(H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """First key and value channel, run and head of this program."""
+    k_blocks = tl.cdiv(K, BK)
+    n = tl.program_id(0) // k_blocks
+    v_blocks = tl.cdiv(V, BV)
+    return tl.program_id(0) % k_blocks * BK, n % v_blocks * BV, n // v_blocks // H, n // v_blocks % H
 
 
 @triton.jit

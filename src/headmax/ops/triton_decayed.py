@@ -30,12 +30,15 @@ from headmax.ops.triton_channel import channel_decays, exact_score_gradients, ex
 from headmax.ops.triton_common import (
     Layout,
     causal_mask,
+    channel_block,
     check_kernel_limits,
     chunk_span,
     decay_matrix,
     dot_precision,
+    on_its_device,
     row_values,
     segment_span,
+    state_block,
     state_tile,
     tile,
 )
@@ -128,8 +131,7 @@ def scan_kernel(
 
     STORE keeps exp(half) S for each chunk, LAST the state at the end; where nothing is stored, `decays` is the log-decay of the segment.
     """
-    k_start, v_start = tl.program_id(0) * BK, tl.program_id(1) * BV
-    run, head = tl.program_id(2) // H, tl.program_id(2) % H
+    k_start, v_start, run, head = state_block(H, K, V, BK, BV)
     first_chunk, chunks, token, end = segment_span(run, segments, table, starts, T, C, PACKED)
     place = run.to(tl.int64) * H + head
     state = tl.zeros([BK, BV], tl.float32)
@@ -183,8 +185,7 @@ def carry_kernel(
     HAS_INITIAL: tl.constexpr,
 ):  # fmt: skip
     """What each segment of a sequence would end with, had it begun with nothing, becomes what it begins with; and the last state."""
-    k_start, v_start = tl.program_id(0) * BK, tl.program_id(1) * BV
-    sequence, head = tl.program_id(2) // H, tl.program_id(2) % H
+    k_start, v_start, sequence, head = state_block(H, K, V, BK, BV)
     state = tl.zeros([BK, BV], tl.float32)
     place = (sequence * H + head).to(tl.int64)
     if HAS_INITIAL:
@@ -211,7 +212,7 @@ def combine_kernel(
     TRANSPOSED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """result = scores values + keys states, with scores^T if TRANSPOSED and the second term only if STATES."""
-    v_start, chunk, head = tl.program_id(0) * BV, tl.program_id(1), tl.program_id(2)
+    v_start, chunk, head = channel_block(H, V, BV)
     first, count = chunk_span(chunk, table, T, C, PACKED)
     p_a, in_a = tile(scores, first, count, head, 0, H, C, C, C)
     p_v, in_v = tile(values, first, count, head, v_start, H, V, C, BV)
@@ -237,8 +238,8 @@ def query_key_gradients_kernel(
     EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """From d reading = dO S^T, d writing = V dS'^T and d scores = dO V^T back to q and k; the row sums are the gates' gradients."""
-    k_block, chunk, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    k_start, index = k_block * BK, chunk.to(tl.int64) * H + head
+    k_start, chunk, head = channel_block(H, K, BK)
+    k_block, index = k_start // BK, chunk.to(tl.int64) * H + head
     if DECAY == "channel":
         if (tl.load(mild + index) != 0) == EXACT:
             return
@@ -373,14 +374,14 @@ def scan(
     """
     heads, key, value, runs = values.shape[2], keys.shape[3], values.shape[3], layout.sequences
     tiles = tile_arguments("scan", keys, key, value)
-    blocks, sizes = (triton.cdiv(key, tiles["BK"]), triton.cdiv(value, tiles["BV"])), (heads, key, value)
+    blocks, sizes = heads * triton.cdiv(key, tiles["BK"]) * triton.cdiv(value, tiles["BV"]), (heads, key, value)
     states = values.new_empty(layout.chunks, *sizes)
     final = values.new_empty(runs, *sizes, dtype=torch.float32)
-    segments = layout.segments(blocks[0] * blocks[1] * heads, processors(keys.device))
+    segments = layout.segments(blocks, processors(keys.device))
     shape = shape_arguments(keys, layout) | {"V": value, "CHANNEL": whole.ndim == 3, "REVERSE": reverse} | tiles
 
     def launch(begin: Tensor | None, end: Tensor, decays: Tensor, store: bool, last: bool) -> None:
-        scan_kernel[(*blocks, runs * segments * heads)](
+        scan_kernel[(runs * segments * blocks,)](
             keys, values, whole, half, begin, states, end, decays, layout.table, layout.starts, segments, **shape,
             HAS_INITIAL=begin is not None, STORE=store, LAST=last,
         )  # fmt: skip
@@ -392,7 +393,7 @@ def scan(
     decays = final.new_empty(runs * segments, heads, *whole.shape[2:])
     launch(None, ends, decays, store=False, last=True)
     few = {name: shape[name] for name in ("H", "K", "V", "CHANNEL", "REVERSE")} | {"BK": 16, "BV": 64}
-    carry_kernel[(triton.cdiv(key, 16), triton.cdiv(value, 64), runs * heads)](
+    carry_kernel[(runs * heads * triton.cdiv(key, 16) * triton.cdiv(value, 64),)](
         ends, decays, initial, final, segments, **few, HAS_INITIAL=initial is not None
     )
     launch(ends, final, decays, store=True, last=False)
@@ -402,7 +403,7 @@ def scan(
 def combine(keys: Tensor, scores: Tensor, values: Tensor, states: Tensor | None, layout: Layout, transposed: bool = False) -> Tensor:
     """scores values + keys states for every chunk; with scores^T if `transposed`."""
     result, tiles = torch.empty_like(values), tile_arguments("combine", keys, keys.shape[3], values.shape[3])
-    combine_kernel[(triton.cdiv(values.shape[3], tiles["BV"]), layout.chunks, values.shape[2])](
+    combine_kernel[(triton.cdiv(values.shape[3], tiles["BV"]) * layout.chunks * values.shape[2],)](
         keys, scores, values, states, result, layout.table, V=values.shape[3], STATES=states is not None, TRANSPOSED=transposed,
         **shape_arguments(keys, layout), **tiles,
     )  # fmt: skip
@@ -423,7 +424,7 @@ def query_key_gradients(
     if decay_gradient and kind == "channel":
         d_decay = torch.empty_like(q, dtype=torch.float32)
     for exact in (False, True) if kind == "channel" else (False,):
-        query_key_gradients_kernel[(parts, layout.chunks, q.shape[2])](
+        query_key_gradients_kernel[(parts * layout.chunks * q.shape[2],)](
             q, k, v, d_o, log_decay, read_gate, write_gate, prepared.reading, prepared.writing, states, d_states, prepared.mild, d_q, d_k,
             d_read, d_write, d_decay, layout.table, scale, tokens=q.shape[0] * q.shape[1], V=v.shape[3], DECAY=kind,
             DECAY_GRADIENT=decay_gradient, EXACT=exact, **shape_arguments(q, layout), **gates, **tiles,
@@ -434,6 +435,7 @@ def query_key_gradients(
 
 
 @torch.library.custom_op("headmax::decayed_attention", mutates_args=())
+@on_its_device
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, read_gate: Tensor | None, write_gate: Tensor | None,
     scale: float, initial: Tensor | None, table: Tensor | None, starts: Tensor | None,
@@ -451,6 +453,7 @@ def _(q, k, v, log_decay, read_gate, write_gate, scale, initial, table, starts):
 
 
 @torch.library.custom_op("headmax::decayed_attention_backward", mutates_args=())
+@on_its_device
 def _backward(
     d_o: Tensor, d_final: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, read_gate: Tensor | None,
     write_gate: Tensor | None, scale: float, initial: Tensor | None, table: Tensor | None, starts: Tensor | None, decay_gradient: bool,

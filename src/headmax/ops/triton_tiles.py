@@ -29,12 +29,16 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
+def shared_memory(device: torch.device) -> int:
+    """KiB a block may have."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin // 1024  # type: ignore[attr-defined]
+
+
 @functools.cache
 def entry_for(device: torch.device) -> str:
-    """The entry for the largest shared memory that this GPU has too."""
+    """The entry for the largest shared memory that this GPU has too; the largest of all where kernels are interpreted."""
     sizes = sorted(map(int, TABLE))
-    shared = torch.cuda.get_device_properties(device).shared_memory_per_block_optin // 1024 if device.type == "cuda" else sizes[-1]  # type: ignore[attr-defined]
-    return str(max((size for size in sizes if size <= shared), default=sizes[0]))
+    return str(max(size for size in sizes if device.type != "cuda" or size <= shared_memory(device)))
 
 
 def tile_width(width: int, most: int) -> int:

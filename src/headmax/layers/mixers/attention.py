@@ -60,18 +60,23 @@ class Attention(nn.Module):
         mask: Tensor | None = None,
     ) -> MixerOutput:
         """x [B,T,E] → MixerOutput. `mask` is 0 at padded keys, [B, seen + T], or a finished [B or 1, 1, T, seen + T]."""
+        if packing is not None and (return_state or state is not None):
+            raise ValueError("Attention: packed sequences leave no state, whose keys could not be told apart: run them one by one")
         past = 0 if state is None else state.keys.shape[2]
         if positions is None:
             start = torch.arange(past, past + x.shape[1], device=x.device)
             positions = (start if packing is None else packing.positions)[None]
-        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         rotary = positions if isinstance(positions, Rotary) else self.rotary.at(positions, x.dtype)
-        q, k = rotate(q, rotary), rotate(k, rotary)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        q, k, v = self.heads(self.q_proj(x), self.k_proj(x), self.v_proj(x), rotary)
         if state is not None:
             k, v = torch.cat([state.keys, k], dim=2), torch.cat([state.values, v], dim=2)
         if mask is None or mask.ndim == 2:
             mask = attention_mask(x.shape[1], past, mask, packing, x.device)
-        o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and past == 0)
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and not past)
         hidden = self.o_proj(o.transpose(1, 2).flatten(2))
         return MixerOutput(hidden, AttentionState(k, v) if return_state else None, None)
+
+    def heads(self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
+        """The projections [B,T,H*D] by head, q and k turned: [B,H,T,D]."""
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
+        return rotate(q, rotary).transpose(1, 2), rotate(k, rotary).transpose(1, 2), v.transpose(1, 2)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
@@ -10,6 +11,7 @@ from headmax.layers.head_gate import HeadGate, HeadGateConfig
 from headmax.layers.initialized import Initialized
 from headmax.layers.mlp import swish_gate
 from headmax.layers.norm import OutputNorm, OutputNormKind
+from headmax.layers.projection import joins, project
 from headmax.layers.rotary import Rotary, RotarySettings
 from headmax.layers.short_conv import ShortConvolution
 from headmax.ops.packing import Packing
@@ -26,6 +28,20 @@ class RecurrentState(NamedTuple):
     """The last inputs of the short convolutions on q, k and v, [sequences, width - 1, channels]; empty without them."""
 
 
+class StepTerms(NamedTuple):
+    """What a fused decoding step must know of a mixer beside what all have in common."""
+
+    decay: Literal["none", "head", "channel", "delta"]
+    """Of the state: none, exp(decay_bias) per head, GLA's per channel, or the delta rule with its own."""
+    feature: str
+    """What becomes of q and k: the name of a feature map, or "unit_length"."""
+    projections: tuple[nn.Linear, ...] = ()
+    """Of the hidden state, beside q, k, v and the swish gate: what the decay, and the delta rule's beta, are made from."""
+    decay_weight: Tensor | None = None
+    decay_bias: Tensor | None = None
+    normalizer: float = 1.0
+
+
 class MixerOutput(NamedTuple):
     hidden: Tensor
     """[batch, time, hidden]"""
@@ -33,6 +49,20 @@ class MixerOutput(NamedTuple):
     """What to hand to the next call, if `return_state`."""
     gates: tuple[Tensor | None, Tensor | None] | None
     """(read, write), each [batch, time, heads]; None for attention."""
+
+
+class Projected(NamedTuple):
+    """What a mixer makes of the hidden state before its recurrence."""
+
+    heads: tuple[Tensor, ...]
+    """q, k [B,T,H,K] and v [B,T,HV,V]."""
+    conv: tuple[Tensor, ...]
+    """The convolutions' new states."""
+    side: list[Tensor]
+    swish: list[Tensor]
+    """The gate of the output, if there is one."""
+    scores: list[Tensor]
+    """Those of the head gates, if they came out of a product."""
 
 
 def head_width(name: str, width: int | None, total: int, num_heads: int) -> int:
@@ -56,6 +86,8 @@ class RecurrentMixer(Initialized):
 
     rotary: RotarySettings | None = None
     """What a subclass with rotary positions turns q and k by."""
+    side: tuple[str, ...] = ()
+    """Names of further projections that a subclass's recurrence takes."""
 
     def __init__(
         self,
@@ -73,12 +105,10 @@ class RecurrentMixer(Initialized):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        if not isinstance(head_gate, HeadGateConfig | None):
-            raise ValueError(f"head_gate must be a HeadGateConfig or None, got {head_gate!r}")
         self.num_heads, self.num_v_heads = num_heads, num_heads if num_v_heads is None else num_v_heads
         if self.num_v_heads < 1 or self.num_v_heads % num_heads:
             raise ValueError(f"num_v_heads must be a multiple of num_heads {num_heads}, got {num_v_heads}")
-        self.head_k_dim, self.head_v_dim, self.backend = head_k_dim, head_v_dim, backend
+        self.head_k_dim, self.head_v_dim, self.conv_size, self.backend = head_k_dim, head_v_dim, conv_size, backend
         key, value = num_heads * head_k_dim, self.num_v_heads * head_v_dim
         self.q_proj = nn.Linear(hidden_size, key, bias=False)
         self.k_proj = nn.Linear(hidden_size, key, bias=False)
@@ -93,18 +123,25 @@ class RecurrentMixer(Initialized):
             self.add_head_gate(head_gate)
 
     def add_head_gate(self, config: HeadGateConfig) -> None:
-        """Gates for a mixer that has none, on its device."""
+        """Gates for a mixer that has none, on its device and in its dtype."""
+        if not isinstance(config, HeadGateConfig):
+            raise ValueError(f"head_gate must be a HeadGateConfig or None, got {config!r}")
         if self.head_gate is not None:
             raise ValueError("head_gate: the mixer has gates already")
-        sizes = {"hidden_size": self.q_proj.in_features, "num_heads": self.num_v_heads, "head_dim": self.head_k_dim}
-        self.head_gate = config.build(**sizes).to(self.q_proj.weight.device)
+        self.head_gate = config.build(
+            hidden_size=self.q_proj.in_features, num_heads=self.num_v_heads, head_dim=self.head_k_dim, like=self.q_proj.weight
+        )
         self.read_after_norm = config.read_position == "after_norm"
 
     def recur(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | Rotary | None, **options: Any
+        self, q: Tensor, k: Tensor, v: Tensor, side: Sequence[Tensor], positions: Tensor | Rotary | None, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """The recurrence on q, k [B,T,H,K] and v [B,T,HV,V]; `options` are gates, state, packing and backend, for the op."""
+        """The recurrence on q, k [B,T,H,K], v [B,T,HV,V] and the `side` projections; `options` are gates, state, packing and backend."""
         raise TypeError(f"{type(self).__name__} does not define a recurrence")
+
+    def step_terms(self) -> StepTerms:
+        """For the kernel that decodes one token."""
+        raise TypeError(f"{type(self).__name__} does not say how one token is decoded")
 
     def forward(
         self,
@@ -122,23 +159,20 @@ class RecurrentMixer(Initialized):
         """
         if mask is not None:
             x = x.masked_fill(~mask.bool().unsqueeze(-1), 0.0)
-        q, k, v, conv = self.project(x, state, packing)
-        read, write = (None, None) if self.head_gate is None else self.head_gate(q, k, x)
+        (q, k, v), conv, side, swish, scores = self.project(x, state, packing, return_state)
+        read, write = (None, None) if self.head_gate is None else self.head_gate(q, k, x, scores, self.backend)
         o, recurrent = self.recur(
-            x,
-            q,
-            k,
-            v,
+            *(q, k, v),
+            side,
             positions,
             read_gate=None if self.read_after_norm else read,
             write_gate=write,
             initial_state=None if state is None else state.recurrent,
             return_state=return_state,
             cu_seqlens=packing,
-            backend=self.backend,
+            backend="reference" if self.backend == "auto" and x.shape[1] == 1 else self.backend,  # one token is no chunk
         )
-        gates = () if self.g_proj is None else (self.g_proj(x),)
-        mixed = self.o_proj(recomputed(self.finish, o, *gates, *((read,) if self.read_after_norm else ())))
+        mixed = self.o_proj(recomputed(self.finish, o, *swish, *((read,) if self.read_after_norm else ())))
         new_state = RecurrentState(recurrent, conv) if recurrent is not None else None
         return MixerOutput(mixed, new_state, (read, write))
 
@@ -149,15 +183,28 @@ class RecurrentMixer(Initialized):
             o = gated(o, gates[-1])
         return o.flatten(2) if self.g_proj is None else swish_gate(o.flatten(2), gates[0])
 
-    def project(
-        self, x: Tensor, state: RecurrentState | None, packing: Packing | None
-    ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
-        """q, k, v by head, after the short convolution if there is one, and the convolution's new state."""
-        projected = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
+    def project(self, x: Tensor, state: RecurrentState | None, packing: Packing | None, return_state: bool) -> Projected:
+        """All that is a product of x, q, k and v after the short convolution if there is one.
+
+        What elementwise work meets first comes out of one product where that pays (see `project`); q, k and v go to kernels as they are,
+        but for rotary positions.
+        """
+        rotated = self.rotary is not None and self.convs is None
+        names = [*("q_proj", "k_proj")[: 2 * rotated], *self.side, *["g_proj"] * (self.g_proj is not None)]
+        modules = [getattr(self, name) for name in names]
+        rows: list[Tensor] = []
+        if self.head_gate is not None and (self.convs is None or self.head_gate.source != "head"):
+            rows = self.head_gate.rows(self.q_proj.weight, self.k_proj.weight) if joins(self.q_proj, self.k_proj, *modules) else []
+        products = project(x, modules, rows)
+        made = dict(zip(names, products, strict=False))
+        qkv = [made[name] if name in made else getattr(self, name)(x) for name in ("q_proj", "k_proj", "v_proj")]
         conv: tuple[Tensor, ...] = ()
         if self.convs is not None:
             before = (None, None, None) if state is None else state.conv
-            pairs = [conv(y, past, packing) for conv, y, past in zip(self.convs, projected, before, strict=True)]
-            projected, conv = [y for y, _ in pairs], tuple(past for _, past in pairs)
-        q, k = (y.unflatten(-1, (self.num_heads, self.head_k_dim)) for y in projected[:2])
-        return q, k, projected[2].unflatten(-1, (self.num_v_heads, self.head_v_dim)), conv
+            options = {"packing": packing, "return_state": return_state, "backend": self.backend}
+            pairs = [conv(y, past, **options) for conv, y, past in zip(self.convs, qkv, before, strict=True)]
+            qkv, conv = [y for y, _ in pairs], tuple(past for _, past in pairs)
+        widths = (self.head_k_dim, self.head_k_dim, self.head_v_dim)
+        heads = tuple(y.unflatten(-1, (-1, width)) for y, width in zip(qkv, widths, strict=True))
+        swish = [made["g_proj"]] if self.g_proj is not None else []
+        return Projected(heads, conv, [made[name] for name in self.side], swish, products[len(names) :])

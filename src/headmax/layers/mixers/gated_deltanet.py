@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headmax.layers.head_gate import HeadGateConfig
-from headmax.layers.mixers.base import RecurrentMixer, head_width
+from headmax.layers.mixers.base import RecurrentMixer, StepTerms, head_width
 from headmax.layers.norm import OutputNormKind
 from headmax.layers.rotary import Rotary
 from headmax.ops import gated_delta_rule
@@ -23,6 +23,8 @@ class GatedDeltaNet(RecurrentMixer):
     with log α = -exp(A_log) softplus(W_a x + dt_bias), β = sigmoid(W_b x) and q, k of unit length. `num_v_heads` may be a
     multiple of `num_heads`; the gates are then over the value heads.
     """
+
+    side = ("a_proj", "b_proj")
 
     def __init__(
         self,
@@ -63,9 +65,12 @@ class GatedDeltaNet(RecurrentMixer):
         yield self.dt_bias, step + torch.log(-torch.expm1(-step))
 
     def recur(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | Rotary | None, **options: Any
+        self, q: Tensor, k: Tensor, v: Tensor, side: Sequence[Tensor], positions: Tensor | Rotary | None, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
-        dtype = compute_dtype(x.dtype)
-        log_decay = -self.A_log.to(dtype).exp() * F.softplus(self.a_proj(x).to(dtype) + self.dt_bias.to(dtype))
-        beta = self.b_proj(x).to(dtype).sigmoid()
+        dtype = compute_dtype(q.dtype)
+        a, b = (y.to(dtype) for y in side)
+        log_decay, beta = -self.A_log.to(dtype).exp() * F.softplus(a + self.dt_bias.to(dtype)), b.sigmoid()
         return gated_delta_rule(q, k, v, log_decay, beta, normalize_qk=True, **options)
+
+    def step_terms(self) -> StepTerms:
+        return StepTerms("delta", "unit_length", (self.a_proj, self.b_proj), self.A_log, self.dt_bias)

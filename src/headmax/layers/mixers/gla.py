@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch.nn.functional as F
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from headmax.layers.feature_map import FeatureMap
 from headmax.layers.feature_map import feature_map as make_feature_map
 from headmax.layers.head_gate import HeadGateConfig
-from headmax.layers.mixers.base import RecurrentMixer, head_width
+from headmax.layers.mixers.base import RecurrentMixer, StepTerms, head_width
 from headmax.layers.norm import OutputNormKind
 from headmax.layers.rotary import Rotary
 from headmax.ops import gla
@@ -20,6 +21,8 @@ from headmax.ops.recompute import recomputed
 
 class GatedLinearAttention(RecurrentMixer):
     """S_t = diag(α_t) S_{t-1} + (G^K_t k_t)^T v_t ;  o_t = (G^Q_t q_t) S_t,  with log α_t = logsigmoid(W_2 W_1 x_t + b) / 16"""
+
+    side = ("decay_down_proj",)
 
     def __init__(
         self,
@@ -48,14 +51,18 @@ class GatedLinearAttention(RecurrentMixer):
             head_gate=head_gate,
             backend=backend,
         )
-        self.feature_map = make_feature_map(feature_map)
+        self.feature_map, self.feature_name = make_feature_map(feature_map), feature_map
         self.decay_normalizer = decay_normalizer
         self.decay_down_proj = nn.Linear(hidden_size, decay_rank, bias=False)
         self.decay_up_proj = nn.Linear(decay_rank, num_heads * self.head_k_dim, bias=True)
 
     def recur(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | Rotary | None, **options: Any
+        self, q: Tensor, k: Tensor, v: Tensor, side: Sequence[Tensor], positions: Tensor | Rotary | None, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
-        decay = self.decay_up_proj(self.decay_down_proj(x)).unflatten(-1, (self.num_heads, self.head_k_dim))
-        log_decay = recomputed(lambda decay: F.logsigmoid(decay.to(compute_dtype(x.dtype))) / self.decay_normalizer, decay)
+        decay = self.decay_up_proj(side[0]).unflatten(-1, (self.num_heads, self.head_k_dim))
+        log_decay = recomputed(lambda decay: F.logsigmoid(decay.to(compute_dtype(q.dtype))) / self.decay_normalizer, decay)
         return gla(self.feature_map(q), self.feature_map(k), v, log_decay, **options)
+
+    def step_terms(self) -> StepTerms:
+        up = self.decay_up_proj
+        return StepTerms("channel", self.feature_name, (self.decay_down_proj,), up.weight, up.bias, self.decay_normalizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -9,7 +10,7 @@ from torch import Tensor
 from headmax.layers.feature_map import FeatureMap
 from headmax.layers.feature_map import feature_map as make_feature_map
 from headmax.layers.head_gate import HeadGateConfig
-from headmax.layers.mixers.base import RecurrentMixer, head_width
+from headmax.layers.mixers.base import RecurrentMixer, StepTerms, head_width
 from headmax.layers.norm import OutputNormKind
 from headmax.layers.rotary import Rotary
 from headmax.ops import linear_attention
@@ -44,9 +45,12 @@ class LinearAttention(RecurrentMixer):
             head_gate=head_gate,
             backend=backend,
         )
-        self.feature_map = make_feature_map(feature_map)
+        self.feature_map, self.feature_name = make_feature_map(feature_map), feature_map
 
     def recur(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | Rotary | None, **options: Any
+        self, q: Tensor, k: Tensor, v: Tensor, side: Sequence[Tensor], positions: Tensor | Rotary | None, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
         return linear_attention(self.feature_map(q), self.feature_map(k), v, **options)
+
+    def step_terms(self) -> StepTerms:
+        return StepTerms("none", self.feature_name)

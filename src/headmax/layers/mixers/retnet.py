@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from headmax.layers.feature_map import FeatureMap
 from headmax.layers.feature_map import feature_map as make_feature_map
 from headmax.layers.head_gate import HeadGateConfig
-from headmax.layers.mixers.base import RecurrentMixer, head_width
+from headmax.layers.mixers.base import RecurrentMixer, StepTerms, head_width
 from headmax.layers.norm import OutputNormKind
 from headmax.layers.rotary import Rotary, RotarySettings, rotate
 from headmax.ops import linear_attention
@@ -51,11 +52,11 @@ class RetNet(RecurrentMixer):
         )
         if self.head_k_dim % 2:
             raise ValueError(f"head_k_dim must be even for rotary positions, got {self.head_k_dim}")
-        self.feature_map = make_feature_map(feature_map)
+        self.feature_map, self.feature_name = make_feature_map(feature_map), feature_map
         self.rotary = RotarySettings(self.head_k_dim, rotary_base)
 
     def recur(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | Rotary | None, **options: Any
+        self, q: Tensor, k: Tensor, v: Tensor, side: Sequence[Tensor], positions: Tensor | Rotary | None, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
         if positions is None:
             if options["initial_state"] is not None:
@@ -64,5 +65,11 @@ class RetNet(RecurrentMixer):
             positions = torch.arange(q.shape[1], device=q.device)[None] if packing is None else packing.positions[None]
         rotary = positions if isinstance(positions, Rotary) else self.rotary.at(positions, q.dtype)
         q, k = (recomputed(lambda x: rotate(self.feature_map(x), rotary), x) for x in (q, k))
-        head = torch.arange(self.num_heads, device=q.device, dtype=compute_dtype(q.dtype))
-        return linear_attention(q, k, v, torch.log1p(-torch.exp2(-5 - head)), **options)
+        return linear_attention(q, k, v, self.log_decay(q.device, compute_dtype(q.dtype)), **options)
+
+    def log_decay(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """log γ_h, [heads]"""
+        return torch.log1p(-torch.exp2(-5 - torch.arange(self.num_heads, device=device, dtype=dtype)))
+
+    def step_terms(self) -> StepTerms:
+        return StepTerms("head", self.feature_name, decay_bias=self.log_decay(self.q_proj.weight.device, torch.float32))

@@ -17,11 +17,14 @@ from headmax.ops.gated_delta_rule import too_wide_for_the_gpu, triton_unit
 from headmax.ops.gated_delta_rule.reference import EPS, unit_length
 from headmax.ops.packing import CHUNK, Packing
 from headmax.ops.recompute import recomputed
+from headmax.ops.registry import no_autocast
 from headmax.ops.triton_common import (
     Layout,
+    channel_block,
     check_kernel_limits,
     chunk_span,
     decay_matrix,
+    on_its_device,
     row_values,
     segment_span,
     state_tile,
@@ -103,7 +106,7 @@ def delta_scan_kernel(
 
     Without FRESH nothing new is written: that takes the identity to the matrix by which the segment turns any state.
     """
-    v_start, run, head = tl.program_id(0) * BV, tl.program_id(1) // H, tl.program_id(1) % H
+    v_start, run, head = channel_block(H, V, BV)
     first_chunk, chunks, token, end = segment_span(run, segments, table, starts, T, C, PACKED)
     place = run.to(tl.int64) * H + head
     state = tl.zeros([BK, BV], tl.float32)
@@ -140,7 +143,7 @@ def delta_scan_back_kernel(
     HAS_FINAL: tl.constexpr, STORE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dU += writing dS' ;  dS = exp(whole) dS' + reading^T dO - erase^T dU, backwards through a segment of a sequence."""
-    v_start, run, head = tl.program_id(0) * BV, tl.program_id(1) // H, tl.program_id(1) % H
+    v_start, run, head = channel_block(H, V, BV)
     first_chunk, chunks, token, end = segment_span(run, segments, table, starts, T, C, PACKED)
     place = run.to(tl.int64) * H + head
     gradient = tl.zeros([BK, BV], tl.float32)
@@ -272,9 +275,10 @@ def carry(turns: Tensor, ends: Tensor, state: Tensor | None) -> tuple[Tensor, Te
     """What each segment [sequences, segments, H, K, V] begins with, if it turns a state by `turns` and adds `ends`; and the last state."""
     state = torch.zeros_like(ends[:, 0]) if state is None else state
     begins = torch.empty_like(ends)
-    for n in range(ends.shape[1]):
-        begins[:, n] = state
-        state = turns[:, n] @ state + ends[:, n]
+    with no_autocast(ends.device):
+        for n in range(ends.shape[1]):
+            begins[:, n] = state
+            state = turns[:, n] @ state + ends[:, n]
     return begins, state
 
 
@@ -294,7 +298,7 @@ def delta_scan(
     def launch(begin: Tensor | None, end: Tensor, fresh: bool, store: bool) -> None:
         width = end.shape[-1]
         tiles = tile_arguments("delta_scan", written.erase, key, width)
-        delta_scan_kernel[(triton.cdiv(width, tiles["BV"]), runs * segments * heads)](
+        delta_scan_kernel[(runs * segments * heads * triton.cdiv(width, tiles["BV"]),)](
             prepared.writing, written.erase, written.fresh, prepared.whole, begin, states, u, end, layout.table, layout.starts, segments,
             **shape, V=width, HAS_INITIAL=begin is not None, FRESH=fresh, STORE=store, **tiles,
         )  # fmt: skip
@@ -324,7 +328,7 @@ def delta_scan_back(
     segments = 1 if turns is None else turns.shape[1]
 
     def launch(begin: Tensor | None, end: Tensor, store: bool) -> None:
-        delta_scan_back_kernel[(triton.cdiv(value, tiles["BV"]), runs * segments * heads)](
+        delta_scan_back_kernel[(runs * segments * heads * triton.cdiv(value, tiles["BV"]),)](
             prepared.reading, prepared.writing, written.erase, d_o, prepared.whole, begin, d_states, d_u, end, layout.table, layout.starts,
             segments, **shape_arguments(written.erase, layout), V=value, HAS_FINAL=begin is not None, STORE=store, **tiles,
         )  # fmt: skip
@@ -341,11 +345,12 @@ def delta_scan_back(
 
 
 def segments_of(layout: Layout, value: int, heads: int, x: Tensor) -> int:
-    """Into how many segments a scan of the delta rule cuts each sequence."""
-    return layout.segments(triton.cdiv(value, 64) * heads, processors(x.device))
+    """Into how many segments a scan of the delta rule cuts each sequence; it then does three times the work."""
+    return layout.segments(triton.cdiv(value, 64) * heads, processors(x.device), least=4)
 
 
 @torch.library.custom_op("headmax::gated_delta_rule", mutates_args=())
+@on_its_device
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, read_gate: Tensor | None, write_gate: Tensor | None,
     scale: float, initial: Tensor | None, table: Tensor | None, starts: Tensor | None,
@@ -363,6 +368,7 @@ def _(q, k, v, log_decay, beta, read_gate, write_gate, scale, initial, table, st
 
 
 @torch.library.custom_op("headmax::gated_delta_rule_backward", mutates_args=())
+@on_its_device
 def _backward(
     d_o: Tensor, d_final: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, read_gate: Tensor | None,
     write_gate: Tensor | None, scale: float, initial: Tensor | None, table: Tensor | None, starts: Tensor | None,

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headmax.ops.triton_common import on_its_device
+
 ROWS = 32
 """Heads of tokens in a program's tile."""
 
@@ -41,6 +43,7 @@ def _launch(kernel, *tensors: Tensor, eps: float) -> None:
 
 
 @torch.library.custom_op("headmax::unit_length", mutates_args=())
+@on_its_device
 def _forward(x: Tensor, eps: float) -> Tensor:
     y = torch.empty_like(x)
     _launch(unit_length_kernel, x, y, eps=eps)
@@ -53,6 +56,7 @@ def _(x, eps):
 
 
 @torch.library.custom_op("headmax::unit_length_backward", mutates_args=())
+@on_its_device
 def _backward(d_y: Tensor, x: Tensor, eps: float) -> Tensor:
     d_x = torch.empty_like(x)
     _launch(unit_length_gradient_kernel, x, d_y.contiguous(), d_x, eps=eps)

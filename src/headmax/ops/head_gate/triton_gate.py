@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headmax.ops.triton_common import on_its_device
+
 TOKENS = 16
 """Tokens of a program."""
 WIDTH = 128
@@ -72,6 +74,7 @@ def _sizes(x: Tensor, weight: Tensor) -> dict[str, int]:
 
 
 @torch.library.custom_op("headmax::head_gate", mutates_args=())
+@on_its_device
 def _forward(x: Tensor, weight: Tensor, temperature: float, scale: float, softmax: bool) -> Tensor:
     gate = x.new_empty(*x.shape[:2], weight.shape[0], dtype=torch.float32)
     tokens, sizes = gate.shape[0] * gate.shape[1], _sizes(x, weight)
@@ -87,6 +90,7 @@ def _(x, weight, temperature, scale, softmax):
 
 
 @torch.library.custom_op("headmax::head_gate_backward", mutates_args=())
+@on_its_device
 def _backward(d_score: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     sizes = _sizes(x, weight)
     tokens, d_x = x.shape[0] * x.shape[1], torch.empty_like(x)

@@ -1,0 +1,291 @@
+"""How long does a token take to decode, over batch, context and decoded length? Plain and with gates in turns, beside peers."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headmax import HeadmaxForCausalLM, recipes
+from headmax.bench.isolated import isolated
+from headmax.bench.timing import Ceilings, median, paired, seconds
+from headmax.generate import GREEDY, Engine, PrefixState, Request
+from headmax.generate.sampling import Features
+from headmax.records import Record, Recorder
+
+STEPS = 32
+"""Decoding steps of one timed stretch."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one process measures."""
+
+    recipe: str
+    """The plain backbone's name; its twin is softmax-<recipe>."""
+    group: str
+    batches: Sequence[int]
+    prompts: Sequence[int]
+    decoded: Sequence[int]
+    """Lengths of whole generations at batch 1, for engines of ours."""
+    drift: int
+    """Teacher-forced tokens over which a bfloat16 state is compared with a float32 one; 0 for none."""
+    peer_tokens: int
+    """Tokens a peer decodes."""
+    rounds: int
+    dtype: torch.dtype
+    state_dtype: torch.dtype
+    device: str
+
+
+def ours(name: str, plan: Plan) -> HeadmaxForCausalLM:
+    torch.manual_seed(0)
+    with torch.device(plan.device):
+        model = HeadmaxForCausalLM(recipes.get(name).model)
+    return model.to(plan.dtype).eval()  # type: ignore[arg-type]
+
+
+def random_tokens(model: Any, count: int, seed: int = 0) -> list[int]:
+    return torch.randint(3, model.config.vocab_size, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def step_bytes(engine: Engine, batch: int) -> int:
+    """The least a step must move: every weight read once, every recurrent state read and written."""
+    model = engine.model
+    weights = {id(p): p.numel() * p.element_size() for p in model.parameters()}
+    if not model.config.tie_word_embeddings:
+        weights.pop(id(model.get_input_embeddings().weight))
+    return sum(weights.values()) + 2 * engine.state_bytes(batch)
+
+
+def allocated(device: str) -> int:
+    return torch.cuda.memory_allocated() if device == "cuda" else 0
+
+
+class Contender:
+    """A model of ours in an engine for one batch size, and the memory both take."""
+
+    def __init__(self, name: str, plan: Plan, max_length: int | None = None) -> None:
+        self.name, self.plan, self.max_length = name, plan, max_length
+        before = allocated(plan.device)
+        self.model = ours(name, plan)
+        self.own = self.weights = allocated(plan.device) - before
+        self.engine: Any = None
+        self.advance: Any = None
+        self.prefixes: dict[int, PrefixState] = {}
+
+    def batch(self, batch: int) -> None:
+        self.engine = self.advance = None  # first, so that memory is that of the new one
+        before = allocated(self.plan.device)
+        self.engine = Engine(self.model, max_batch=batch, state_dtype=self.plan.state_dtype, max_length=self.max_length)
+        self.advance = self.engine.step.prepare(batch, Features())
+        self.own = self.weights + allocated(self.plan.device) - before
+
+    def context(self, length: int, batch: int) -> None:
+        """Every sequence after the same prompt of that length."""
+        if length not in self.prefixes:
+            self.prefixes = {length: self.engine.prefill(random_tokens(self.model, length))}
+        self.engine.step.load([self.prefixes[length]] * batch)
+
+    def stretch(self) -> None:
+        for _ in range(STEPS):
+            self.advance()
+
+
+def latencies(plan: Plan, contenders: dict[str, Contender], make: Recorder, bandwidth: float | None) -> Iterator[Record]:
+    """Time of a step over batches and contexts, the contenders taking turns."""
+    device = torch.device(plan.device)
+    for batch in plan.batches:
+        for contender in contenders.values():
+            contender.batch(batch)
+        for prompt in plan.prompts:
+            times: dict[str, list[float]] = {name: [] for name in contenders}
+            for contender in contenders.values():
+                contender.context(prompt, batch)
+                contender.stretch()
+            if plan.device == "cuda":
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+            before = allocated(plan.device)
+            for _ in range(plan.rounds):
+                for name, contender in contenders.items():
+                    times[name].append(seconds(contender.stretch, device) / STEPS)
+            grown = torch.cuda.max_memory_allocated() - before if plan.device == "cuda" else 0
+            for name, contender in contenders.items():
+                taken, case = median(times[name]), f"{contender.name} batch {batch} context {prompt}"
+                moved = step_bytes(contender.engine, batch)
+                extra: dict[str, Any] = {"rounds": plan.rounds, "steps": STEPS, "best": 1e3 * min(times[name]), "GB moved": moved / 1e9}
+                extra |= {"state": str(plan.state_dtype).removeprefix("torch."), "dtype": str(plan.dtype).removeprefix("torch.")}
+                if bandwidth is not None and contender.max_length is None:
+                    extra["of the bandwidth"] = moved / taken / bandwidth
+                yield make(case, "headmax", "latency per token", 1e3 * taken, "ms", **extra)
+                yield make(case, "headmax", "tokens per second", batch / taken, "tokens/s")
+                if plan.device == "cuda":
+                    yield make(case, "headmax", "memory", (contender.own + grown) / 2**30, "GiB")
+            if set(contenders) == {"plain", "softmax"}:
+                ratio, half = paired(times["softmax"], times["plain"])
+                case = f"{plan.recipe} batch {batch} context {prompt}"
+                yield make(case, "headmax", "softmax over plain/latency", ratio, "ratio", interval=[ratio - half, ratio + half])
+
+
+def generations(plan: Plan, contenders: dict[str, Contender], make: Recorder) -> Iterator[Record]:
+    """Whole generations of one text, prompt included, as a user calls them."""
+    for contender in contenders.values() if plan.decoded else ():
+        contender.batch(1)
+        prompt = random_tokens(contender.model, plan.prompts[0])
+        for count in (2, *plan.decoded):
+            begin = time.perf_counter()
+            contender.engine.generate(Request(prompt, max_new_tokens=count, sampling=GREEDY))
+            taken, case = time.perf_counter() - begin, f"{contender.name} batch 1 context {plan.prompts[0]} decoded {count}"
+            if count in plan.decoded:  # the first one captures the graph
+                yield make(case, "headmax", "end to end", taken, "s", per_token=1e3 * taken / count)
+
+
+def drift(model: HeadmaxForCausalLM, tokens: Tensor, state_dtype: torch.dtype, marks: Sequence[int]) -> Iterator[tuple[int, float, float]]:
+    """How far logits move when the state is kept in `state_dtype` rather than float32, tokens [n] being given.
+
+    Yields (tokens fed, largest difference of a logit, mean KL divergence in nats) since the last mark.
+    """
+    narrow, wide = (Engine(model, max_batch=1, state_dtype=kind) for kind in (state_dtype, torch.float32))
+    first = wide.prefill(tokens[:1].tolist())
+    apart, spread = [], []
+    pairs = zip(narrow.forced([first], tokens[None, 1:]), wide.forced([first], tokens[None, 1:]), strict=True)
+    for fed, (ours, exact) in enumerate(pairs, 2):
+        apart.append((ours - exact).abs().amax())
+        spread.append(F.kl_div(ours.log_softmax(-1), exact.log_softmax(-1), log_target=True, reduction="sum"))
+        if fed in marks:
+            yield fed, float(torch.stack(apart).amax()), float(torch.stack(spread).mean())
+            apart, spread = [], []
+
+
+def agreement(model: HeadmaxForCausalLM, engine: Engine, prompt: Sequence[int], count: int) -> tuple[int | None, float]:
+    """Where the engine's greedy tokens first differ from Hugging Face `generate`'s, and by how much the model itself prefers
+    the one over the other there: (None, 0.0) if they are the same."""
+    mine = engine.generate(Request(prompt, max_new_tokens=count, sampling=GREEDY))[0].tokens
+    ids = torch.tensor([list(prompt)], device=model.device)
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": count, "min_new_tokens": count}
+    hugging_face: Any = model
+    theirs = hugging_face.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, ids.shape[1] :].tolist()
+    for n, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+        if a != b:
+            with torch.no_grad():
+                logits = model(torch.tensor([[*prompt, *mine[:n]]], device=model.device), logits_to_keep=1).logits[0, -1]
+            return n, float((logits[a] - logits[b]).abs())
+    return None, 0.0
+
+
+def llama(recipe: str) -> Any:
+    """transformers' Llama at the size of our Transformer++ recipe, with PyTorch's attention."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = recipes.get(recipe).model
+    config = LlamaConfig(
+        hidden_size=model.hidden_size,
+        num_hidden_layers=model.num_hidden_layers,
+        num_attention_heads=model.num_heads,
+        intermediate_size=model.mlp_width("attention"),
+        vocab_size=model.vocab_size,
+        tie_word_embeddings=True,
+        max_position_embeddings=2**17,
+    )
+    return LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
+
+
+def peers(plan: Plan) -> dict[tuple[str, str], tuple[Callable[[], Any], dict[str, Any]]]:
+    """(impl, what) → how to make the model, and options of its `generate`."""
+    from headmax.bench.train import fla
+
+    def compiled() -> HeadmaxForCausalLM:
+        model = ours(f"softmax-{plan.recipe}", plan)
+        model.model.compile_blocks()
+        return model
+
+    transformer = f"transformer-{plan.recipe.split('-')[-1]}"
+    groups: dict[str, Any] = {
+        "fla": {("fla", plan.recipe): (lambda: fla(plan.recipe), {})},
+        "generate": {("hf", f"softmax-{plan.recipe}, compiled"): (compiled, {})},
+        "llama": {("hf", f"{transformer}, static cache"): (lambda: llama(transformer), {"cache_implementation": "static"})},
+    }
+    return groups[plan.group]
+
+
+def through_generate(plan: Plan, make: Recorder) -> Iterator[Record]:
+    """A peer's time per token: that of a whole `generate` less that of one half as long."""
+    for (impl, name), (build, options) in peers(plan).items():
+        model = build().to(plan.device, plan.dtype).eval()
+        for batch, prompt in itertools.product(plan.batches, plan.prompts):
+            ids = torch.tensor([random_tokens(model, prompt)] * batch, device=plan.device)
+
+            def run(count: int, model: Any = model, ids: Tensor = ids, options: dict[str, Any] = options) -> float:
+                exact = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "pad_token_id": 0}
+                begin = time.perf_counter()
+                model.generate(ids, attention_mask=torch.ones_like(ids), **exact, **options)
+                if plan.device == "cuda":
+                    torch.cuda.synchronize()
+                return time.perf_counter() - begin
+
+            if plan.device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            first = run(plan.peer_tokens)
+            whole, half = run(plan.peer_tokens), run(plan.peer_tokens // 2)
+            taken, case = (whole - half) / (plan.peer_tokens - plan.peer_tokens // 2), f"{name} batch {batch} context {prompt}"
+            extra: dict[str, Any] = {"tokens": plan.peer_tokens, "first run": first, "end to end": whole}
+            yield make(case, impl, "latency per token", 1e3 * taken, "ms", **extra)
+            yield make(case, impl, "tokens per second", batch / taken, "tokens/s")
+            if plan.device == "cuda":
+                yield make(case, impl, "memory", torch.cuda.max_memory_allocated() / 2**30, "GiB")
+
+
+def measure(plan: Plan) -> Iterator[Record]:
+    """Everything one process measures, printed as it comes."""
+    for record in _measure(plan):
+        print(line(record), flush=True)
+        yield record
+
+
+def _measure(plan: Plan) -> Iterator[Record]:
+    make, device = Recorder("decode", plan.device), torch.device(plan.device)
+    if plan.group not in ("headmax", "transformer"):
+        yield from through_generate(plan, make)
+        return
+    ceilings = Ceilings.of(device)
+    if ceilings is not None:
+        yield make("1 GiB", "torch", "copy", ceilings.bytes / 1e12, "TB/s")
+    if plan.group == "headmax":
+        contenders = {"plain": Contender(plan.recipe, plan), "softmax": Contender(f"softmax-{plan.recipe}", plan)}
+    else:
+        length = max(plan.prompts) + max(STEPS * (plan.rounds + 1), *plan.decoded, 0)
+        contenders = {"transformer": Contender(f"transformer-{plan.recipe.split('-')[-1]}", plan, length)}
+    yield from latencies(plan, contenders, make, None if ceilings is None else ceilings.bytes)
+    yield from generations(plan, contenders, make)
+    if plan.drift and plan.group == "headmax":
+        softmax = contenders["softmax"]
+        tokens, marks = torch.tensor(random_tokens(softmax.model, plan.drift)), [plan.drift >> n for n in range(4, -1, -1)]
+        for fed, largest, divergence in drift(softmax.model, tokens, torch.bfloat16, marks):
+            yield make(
+                f"{softmax.name} after {fed} tokens", "headmax", "bfloat16 state/largest logit difference", largest, "", KL=divergence
+            )
+
+
+def line(record: Record) -> str:
+    text = f"{record.case:58} {record.impl:8} {record.metric:28} {record.value:10.4g} {record.unit}"
+    if "of the bandwidth" in record.extra:
+        text += f"   {record.extra['of the bandwidth']:.0%} of the bandwidth"
+    if "interval" in record.extra:
+        text += "   95% interval {:.4f} to {:.4f}".format(*record.extra["interval"])
+    return text
+
+
+def bench(plans: Iterable[Plan], limit: float | None, say: Callable[[str], None]) -> list[Record]:
+    """All plans, one after the other; with a `limit` in seconds each in a process of its own."""
+    found: list[Record] = []
+    for plan in plans:
+        say(f"{plan.recipe}: {plan.group}")
+        found += measure(plan) if limit is None else isolated(measure, plan, limit=limit, say=say)
+    return found

@@ -1,0 +1,257 @@
+"""Decoding: many requests at once, each token at the cost of reading the weights and the states."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from headmax.generate.prefill import prefill
+from headmax.generate.prefix import PrefixState, fingerprint
+from headmax.generate.sampling import Features, Sampling
+from headmax.generate.step import Path as StepPath
+from headmax.generate.step import Step
+from headmax.generate.text import TextStream
+from headmax.models import HeadmaxForCausalLM
+
+
+@dataclass(frozen=True)
+class Request:
+    """A text to continue."""
+
+    prompt: str | Sequence[int] = ()
+    """Text, if the engine has a tokenizer, or token ids."""
+    prefix: PrefixState | None = None
+    """What comes before the prompt and has been read already."""
+    max_new_tokens: int = 256
+    sampling: Sampling = field(default_factory=Sampling)
+    stop_tokens: Sequence[int] = ()
+    """Tokens that end the text; the one that does is the completion's last."""
+    stop_strings: Sequence[str] = ()
+    """Strings that end the text, which is cut before them. They need a tokenizer."""
+
+
+@dataclass
+class Completion:
+    """What a request gave."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] | None = None
+    """Of each token under the model itself, before temperature and the like; if they were asked for."""
+    text: str | None = None
+    """If the engine has a tokenizer; without special tokens' names."""
+    finish: Literal["length", "stop_token", "stop_string"] = "length"
+
+
+OnToken = Callable[[int, int, str], None]
+"""Called with the request's number, the new token and the text that is now certain, which may be empty."""
+
+
+class Engine:
+    """Continues texts with a model whose weights stay as they are.
+
+    On a GPU a whole step, from embedding to sampled token, is one CUDA graph per batch size, a power of two up to `max_batch`:
+    a batch in between runs in the next larger one. The matrices of each layer are stacked for it; the model keeps them as views,
+    so that they are held once.
+    """
+
+    def __init__(
+        self,
+        model: HeadmaxForCausalLM,
+        *,
+        max_batch: int = 8,
+        state_dtype: torch.dtype = torch.float32,
+        prefill_chunk: int = 8192,
+        max_length: int | None = None,
+        tokenizer: Any = None,
+        path: StepPath = "auto",
+    ) -> None:
+        """
+        Args:
+            max_batch: most requests at a time; memory for their states is taken now.
+            state_dtype: of the recurrent states; bfloat16 halves them and loses digits over time, see docs/generation.md.
+            prefill_chunk: most tokens of prompts in one forward pass.
+            max_length: most tokens of a text, prompt included; attention layers need it, recurrent ones have no limit.
+            tokenizer: a Hugging Face tokenizer, for prompts, stop strings and completions as text.
+            path: "fused" kernels or an error, the blocks' own forward ("plain"), or "auto": fused where a layer can be.
+        """
+        if not isinstance(model, HeadmaxForCausalLM):
+            raise ValueError(f"model must be a HeadmaxForCausalLM, got {type(model).__name__}")
+        if max_batch < 1 or prefill_chunk < 1:
+            raise ValueError(f"max_batch and prefill_chunk must be at least 1, got {max_batch} and {prefill_chunk}")
+        if not state_dtype.is_floating_point:
+            raise ValueError(f"state_dtype must be a floating dtype, got {state_dtype}")
+        if any(model.model.uses_attention) and max_length is None:
+            raise ValueError("max_length must be given: the model has attention layers, whose keys and values grow with every token")
+        self.model, self.tokenizer = model.eval(), tokenizer
+        self.max_batch, self.prefill_chunk, self.max_length = max_batch, prefill_chunk, max_length
+        self.step = Step(model, max_batch, state_dtype, max_length, path)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Of the model, as every prefix carries it."""
+        return fingerprint(self.model)
+
+    def state_bytes(self, batch: int = 1) -> int:
+        """Memory of so many sequences' states."""
+        tensors = [x for slots in self.step.memory for x in vars(slots).values() if isinstance(x, Tensor)]
+        return sum(x[:batch].numel() * x.element_size() for x in tensors)
+
+    def encode(self, prompt: str | Sequence[int], start: bool = True) -> Tensor:
+        """Token ids [n] of a prompt, on the host; at the `start` of a text with the special tokens that its tokenizer puts there."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("prompt is text, and the engine has no tokenizer: give token ids, or Engine(..., tokenizer=...)")
+            prompt = self.tokenizer(prompt, add_special_tokens=start)["input_ids"]
+        ids = torch.as_tensor(prompt, dtype=torch.int64).cpu()
+        vocabulary = self.model.config.vocab_size
+        if ids.ndim != 1:
+            raise ValueError(f"prompt must be one sequence of token ids, got shape {list(ids.shape)}")
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+            raise ValueError(f"prompt has token ids from {int(ids.min())} to {int(ids.max())}, the vocabulary {vocabulary} tokens")
+        return ids
+
+    def prefill(self, prompt: str | Sequence[int], prefix: PrefixState | None = None) -> PrefixState:
+        """Reads a prompt, after a prefix if given, and returns what the model then remembers."""
+        return self._prefill([Request(prompt, prefix)])[0]
+
+    def load_prefix(self, path: Path | str) -> PrefixState:
+        """A prefix that `PrefixState.save` wrote, checked against this model."""
+        return PrefixState.load(path, self.fingerprint, self.model.device)
+
+    def _prefill(self, requests: Sequence[Request]) -> list[PrefixState]:
+        prompts = [self.encode(request.prompt, request.prefix is None) for request in requests]
+        for request, prompt in zip(requests, prompts, strict=True):
+            if request.prefix is not None:
+                request.prefix.check(self.fingerprint)
+            elif len(prompt) == 0:
+                raise ValueError(f"prompt is empty: give at least one token, such as bos_token_id {self.model.config.bos_token_id}")
+        return prefill(self.model, prompts, self.prefill_chunk, self.fingerprint, [request.prefix for request in requests])
+
+    def _check(self, requests: Sequence[Request]) -> None:
+        if not 1 <= len(requests) <= self.max_batch:
+            raise ValueError(f"{len(requests)} requests, the engine takes 1 to max_batch = {self.max_batch} at a time")
+        vocabulary = self.model.config.vocab_size
+        for request in requests:
+            if request.max_new_tokens < 0:
+                raise ValueError(f"max_new_tokens must not be negative, got {request.max_new_tokens}")
+            for token in request.stop_tokens:
+                if not 0 <= token < vocabulary:
+                    raise ValueError(f"stop_tokens has {token}, which is not in the vocabulary of {vocabulary} tokens")
+            if request.stop_strings and self.tokenizer is None:
+                raise ValueError("stop_strings need a tokenizer: Engine(..., tokenizer=...)")
+            if "" in request.stop_strings:
+                raise ValueError("stop_strings has an empty string, which would end every text at once")
+
+    def _rows(self, count: int) -> int:
+        """The batch size that runs so many requests: the next power of two, if there is room for it."""
+        return min(1 << (count - 1).bit_length(), self.max_batch)
+
+    def _load(self, prefixes: Sequence[PrefixState], new_tokens: Sequence[int]) -> None:
+        for prefix, new in zip(prefixes, new_tokens, strict=True):
+            if self.max_length is not None and len(prefix) + new > self.max_length:
+                raise ValueError(f"{len(prefix)} tokens and {new} more exceed max_length = {self.max_length}")
+        self.step.load(prefixes)
+
+    @torch.no_grad()
+    def forced(self, prefixes: Sequence[PrefixState], tokens: Tensor) -> Iterator[Tensor]:
+        """Logits [batch, vocabulary] after each given token [batch, time], one decoding step each; a view that the next step overwrites."""
+        batch, time = tokens.shape
+        if batch != len(prefixes) or batch > self.max_batch:
+            raise ValueError(f"tokens have {batch} rows for {len(prefixes)} prefixes, max_batch is {self.max_batch}")
+        advance = self.step.prepare(self._rows(batch), None)
+        self._load(prefixes, [time] * batch)
+        tokens = tokens.to(self.model.device)
+        for t in range(time):
+            self.step.tokens[:batch] = tokens[:, t]
+            yield advance()[0][:batch]
+
+    def generate(
+        self, requests: Request | Sequence[Request], *, on_token: OnToken | None = None, logprobs: bool = False
+    ) -> list[Completion]:
+        """Continues every request until it stops by itself or has its `max_new_tokens`."""
+        requests = [requests] if isinstance(requests, Request) else list(requests)
+        self._check(requests)
+        rows = self._rows(len(requests))
+        features = Features.of([request.sampling for request in requests], logprobs)
+        longest = max(request.max_new_tokens for request in requests)
+        prefixes = self._prefill(requests)
+        run = Run(self, requests, on_token, logprobs)
+        if longest == 0:
+            return run.finish()
+        with torch.no_grad():
+            advance = self.step.prepare(rows, features)
+            self._load(prefixes, [request.max_new_tokens for request in requests])
+            self.step.sampler.set([request.sampling for request in requests], [prefix.tokens for prefix in prefixes])
+            pending = run.fetch(*self.step.sample(torch.stack([prefix.logits for prefix in prefixes]), features))
+            for _ in range(longest - 1):  # on a GPU the host looks at a step's tokens while the device is at the next one
+                ahead = run.fetch(*advance()) if self.model.device.type == "cuda" else None
+                if not run.take(pending):
+                    return run.finish()
+                pending = run.fetch(*advance()) if ahead is None else ahead
+            run.take(pending)
+        return run.finish()
+
+
+Fetched = tuple[Tensor, Tensor | None, Any]
+"""Tokens and log-probabilities on their way to the host, and the event after which they are there."""
+
+
+class Run:
+    """The host's side of a call to `generate`: what came out so far, and who has stopped."""
+
+    def __init__(self, engine: Engine, requests: Sequence[Request], on_token: OnToken | None, logprobs: bool) -> None:
+        self.requests, self.on_token = requests, on_token
+        self.completions = [Completion(logprobs=[] if logprobs else None) for _ in requests]
+        self.streams = [engine.tokenizer and TextStream(engine.tokenizer, request.stop_strings) for request in requests]
+        self.active = [n for n, request in enumerate(requests) if request.max_new_tokens > 0]
+
+    def fetch(self, tokens: Tensor, logprobs: Tensor | None) -> Fetched:
+        """Starts copying a step's results to the host."""
+        count = len(self.requests)
+        if tokens.device.type != "cuda":
+            return tokens[:count].clone(), logprobs if logprobs is None else logprobs[:count].clone(), None
+        host = [x if x is None else torch.empty(count, dtype=x.dtype, pin_memory=True) for x in (tokens, logprobs)]
+        for there, x in zip(host, (tokens, logprobs), strict=True):
+            if there is not None and x is not None:
+                there.copy_(x[:count], non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return host[0], host[1], event  # type: ignore[return-value]
+
+    def take(self, fetched: Fetched) -> bool:
+        """Notes a step's tokens; False once nobody wants more."""
+        tokens, logprobs, event = fetched
+        if event is not None:
+            event.synchronize()
+        chosen, values = tokens.tolist(), None if logprobs is None else logprobs.tolist()
+        still = []
+        for n in self.active:
+            request, completion, stream = self.requests[n], self.completions[n], self.streams[n]
+            token: int = chosen[n]
+            completion.tokens.append(token)
+            if values is not None and completion.logprobs is not None:
+                completion.logprobs.append(values[n])
+            text = "" if stream is None else stream.push(token)
+            if token in request.stop_tokens:
+                completion.finish = "stop_token"
+            elif stream is not None and stream.stopped:
+                completion.finish = "stop_string"
+            if completion.finish == "length" and len(completion.tokens) < request.max_new_tokens:
+                still.append(n)
+            elif stream is not None:
+                text += stream.finish()
+            if self.on_token is not None:
+                self.on_token(n, token, text)
+        self.active = still
+        return bool(still)
+
+    def finish(self) -> list[Completion]:
+        for completion, stream in zip(self.completions, self.streams, strict=True):
+            completion.text = None if stream is None else stream.text
+        return self.completions

@@ -1,0 +1,82 @@
+"""Reading prompts: in pieces, so that memory does not depend on their length, and several at once where that wastes little."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from headmax.generate.prefix import PrefixState
+from headmax.layers.mixers.attention import AttentionState
+from headmax.layers.mixers.base import RecurrentState
+from headmax.models import HeadmaxCache, HeadmaxForCausalLM
+
+
+def groups(lengths: Sequence[int], most: int) -> list[list[int]]:
+    """Which prompts to read together: at most `most` tokens, padding included, and none less than half as long as another."""
+    made: list[list[int]] = []
+    for n in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
+        longest = lengths[made[-1][0]] if made else 0
+        if made and 2 * lengths[n] > longest and (len(made[-1]) + 1) * longest <= most:
+            made[-1].append(n)
+        else:
+            made.append([n])
+    return made
+
+
+@torch.no_grad()
+def prefill(
+    model: HeadmaxForCausalLM, prompts: Sequence[Tensor], chunk: int, fingerprint: str, prefixes: Sequence[PrefixState | None]
+) -> list[PrefixState]:
+    """The state after each prompt, which continues its prefix if it has one; no forward pass sees more than `chunk` tokens."""
+    done: dict[int, PrefixState] = {}
+    for n, (prompt, prefix) in enumerate(zip(prompts, prefixes, strict=True)):
+        if prefix is not None:  # by itself: beside a state, padding would let it decay
+            done |= {n: prefix} if len(prompt) == 0 else {n: _read(model, [prompt], chunk, fingerprint, prefix)[0]}
+    fresh = [n for n in range(len(prompts)) if n not in done]
+    for group in groups([len(prompts[n]) for n in fresh], chunk):
+        members = [fresh[i] for i in group]
+        done |= zip(members, _read(model, [prompts[n] for n in members], chunk, fingerprint, None), strict=True)
+    return [done[n] for n in range(len(prompts))]
+
+
+def _read(
+    model: HeadmaxForCausalLM, prompts: Sequence[Tensor], chunk: int, fingerprint: str, prefix: PrefixState | None
+) -> list[PrefixState]:
+    """Prompts of similar length in one batch, padded on the left, where padding leaves no trace."""
+    longest, past = max(map(len, prompts)), 0 if prefix is None else len(prefix)
+    ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
+    mask = torch.zeros(len(prompts), past + longest, dtype=torch.int64)
+    for row, prompt in enumerate(prompts):
+        ids[row, longest - len(prompt) :] = prompt
+        mask[row, longest - len(prompt) :] = 1
+    ids, mask = ids.to(model.device), mask.to(model.device)
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    cache = HeadmaxCache(model.config.num_hidden_layers) if prefix is None else prefix.to_cache()
+    piece = max(1, chunk // len(prompts))
+    hidden = None
+    for start in range(0, longest, piece):
+        end = min(start + piece, longest)
+        hidden = model.model(
+            input_ids=ids[:, start:end],
+            attention_mask=mask[:, : past + end],
+            position_ids=positions[:, past + start : past + end],
+            past_key_values=cache,
+            use_cache=True,
+        ).last_hidden_state[:, -1]
+    logits = model.lm_head(hidden).float()
+    before = torch.empty(0, dtype=torch.int64) if prefix is None else prefix.tokens
+    made = []
+    for row, prompt in enumerate(prompts):
+        states = tuple(_row(layer.state, row, past + len(prompt)) for layer in cache.layers)
+        made.append(PrefixState(torch.cat([before, prompt]), states, logits[row], fingerprint))
+    return made
+
+
+def _row(state: tuple | None, row: int, length: int) -> RecurrentState | AttentionState:
+    """One sequence's own state; of keys and values the last `length`, which are not padding."""
+    if isinstance(state, AttentionState):
+        return AttentionState(*(x[row : row + 1, :, -length:].contiguous() for x in state))
+    assert isinstance(state, RecurrentState)
+    return RecurrentState(state.recurrent[row : row + 1], tuple(x[row : row + 1] for x in state.conv))

@@ -1,0 +1,112 @@
+"""A text read once: all a model remembers of it, to be continued many times, kept in a file or handed to the model itself."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from headmax.layers.mixers.attention import AttentionState
+from headmax.layers.mixers.base import RecurrentState
+from headmax.models import HeadmaxCache, HeadmaxForCausalLM
+
+FORMAT = "headmax prefix 1"
+NOT_COMPARED = ("_name_or_path", "transformers_version", "architectures", "use_cache", "backend")
+"""Settings that change nothing about what a model computes."""
+
+
+def fingerprint(model: HeadmaxForCausalLM) -> str:
+    """Tells models apart: settings, dtypes and every weight. Sums of integers, so that it is the same on every device."""
+    settings = {name: value for name, value in model.config.to_dict().items() if name not in NOT_COMPARED}
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
+    sums = []
+    for name, weight in model.state_dict().items():
+        digest.update(f"{name} {weight.dtype} {list(weight.shape)}".encode())
+        bits = weight.detach().contiguous().flatten().view(torch.int16 if weight.element_size() == 2 else torch.int32).long()
+        sums += [bits.sum(), (bits * torch.arange(1, len(bits) + 1, device=bits.device)).sum()]
+    digest.update(str(torch.stack(sums).tolist()).encode())
+    return digest.hexdigest()[:32]
+
+
+@dataclass(frozen=True)
+class PrefixState:
+    """What a model remembers of `tokens`, and what it expects next. Never written to: any number of continuations may share one."""
+
+    tokens: Tensor
+    """[n] on the host"""
+    states: tuple[RecurrentState | AttentionState, ...]
+    """Of each layer, for one sequence."""
+    logits: Tensor
+    """[vocabulary] float32, of the token after the last."""
+    model: str
+    """The fingerprint of the model it came from."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def nbytes(self) -> int:
+        return self.to_cache().nbytes()
+
+    def to_cache(self) -> HeadmaxCache:
+        """For `model(..., past_key_values=cache)`. No copy: the model makes new states and leaves these alone."""
+        cache = HeadmaxCache(len(self.states))
+        for layer, state in zip(cache.layers, self.states, strict=True):
+            layer.advance(state, len(self))
+        return cache
+
+    @classmethod
+    def from_cache(cls, cache: HeadmaxCache, tokens: Tensor, logits: Tensor, model: str) -> PrefixState:
+        """`cache` after one sequence, `logits` [vocabulary] after its last token, `model` the fingerprint. No copy."""
+        states = tuple(layer.state for layer in cache.layers)
+        if any(state is None for state in states) or cache.get_seq_length() != len(tokens):
+            raise ValueError(f"cache has seen {cache.get_seq_length()} tokens, tokens are {len(tokens)}")
+        return cls(tokens.cpu(), states, logits.float(), model)  # type: ignore[arg-type]
+
+    def check(self, model: str) -> None:
+        """Raises unless it came from the model of that fingerprint."""
+        if self.model != model:
+            raise ValueError(f"prefix is of another model (fingerprint {self.model}), or of the same in another dtype; this one is {model}")
+
+    def save(self, path: Path | str) -> None:
+        """One safetensors file; `load` checks it against the model."""
+        tensors = {"tokens": self.tokens, "logits": self.logits}
+        for n, state in enumerate(self.states):
+            if isinstance(state, AttentionState):
+                tensors |= {f"{n}.keys": state.keys, f"{n}.values": state.values}
+            else:
+                tensors |= {f"{n}.recurrent": state.recurrent} | {f"{n}.conv.{i}": x for i, x in enumerate(state.conv)}
+        metadata = {"format": FORMAT, "model": self.model, "layers": str(len(self.states))}
+        save_file({name: x.detach().cpu().contiguous() for name, x in tensors.items()}, path, metadata=metadata)
+
+    @classmethod
+    def load(cls, path: Path | str, model: str, device: torch.device | str = "cpu") -> PrefixState:
+        """What `save` wrote, if it is whole and of the model with that fingerprint."""
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"{path}: no such file")
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise ValueError(f"{path}: not a whole safetensors file ({error})") from error
+        if metadata.get("format") != FORMAT:
+            raise ValueError(f"{path}: not a prefix saved by headmax (format {metadata.get('format')!r})")
+        states: list[RecurrentState | AttentionState] = []
+        for n in range(int(metadata["layers"])):
+            own = {name.removeprefix(f"{n}."): x.to(device) for name, x in tensors.items() if name.startswith(f"{n}.")}
+            if "keys" in own:
+                states.append(AttentionState(own["keys"], own["values"]))
+            else:
+                states.append(RecurrentState(own.pop("recurrent"), tuple(own[name] for name in sorted(own))))
+        prefix = cls(tensors["tokens"], tuple(states), tensors["logits"].to(device), metadata["model"])
+        try:
+            prefix.check(model)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+        return prefix

@@ -1,0 +1,93 @@
+"""`headmax generate`: a checkpoint continues a text, shown as it comes."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from headmax.generate.engine import Completion, Engine, Request
+from headmax.generate.prefix import PrefixState
+from headmax.generate.sampling import Sampling
+from headmax.models import HeadmaxConfig, HeadmaxForCausalLM
+
+
+def load(folder: Path, device: str, dtype: torch.dtype | None) -> HeadmaxForCausalLM:
+    """The model of a checkpoint folder; bfloat16 on a GPU and float32 on a CPU unless given."""
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"{folder}: no config.json there; give a folder that save_pretrained wrote")
+    kind = HeadmaxConfig.get_config_dict(folder)[0].get("model_type")
+    if kind != HeadmaxConfig.model_type:
+        raise ValueError(f"{folder}: model_type is {kind!r}, not a headmax model; see `headmax convert`")
+    dtype = dtype or (torch.bfloat16 if device.startswith("cuda") else torch.float32)
+    return HeadmaxForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()  # type: ignore[arg-type]
+
+
+def load_tokenizer(folder: Path) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{folder}: no tokenizer there that transformers can load; put tokenizer.json and tokenizer_config.json beside the model, "
+            "or name a folder that has them with --tokenizer"
+        ) from error
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How texts are continued."""
+
+    max_new_tokens: int
+    sampling: Sampling
+    stop_strings: Sequence[str]
+    stop_tokens: Sequence[int]
+
+
+class Shown:
+    """Writes a text as it comes and counts."""
+
+    def __init__(self, write: Callable[[str], object]) -> None:
+        self.write, self.times = write, [time.perf_counter()]
+
+    def __call__(self, request: int, token: int, text: str) -> None:
+        self.times.append(time.perf_counter())
+        self.write(text)
+
+    def summary(self, completion: Completion, read: int) -> str:
+        count, first = len(completion.tokens), self.times[min(1, len(self.times) - 1)] - self.times[0]
+        taken = self.times[-1] - self.times[0] - first
+        rate = f"{(count - 1) / taken:,.1f} tokens/s" if count > 1 else "no rate"
+        return f"{read:,} tokens read, the first new one after {first:.2f} s, {count:,} new ones at {rate}; ended by {completion.finish}"
+
+
+def continue_text(engine: Engine, prompt: str, prefix: PrefixState | None, settings: Settings) -> Completion:
+    """Shows the continuation on standard output and a line about it on standard error."""
+    request = Request(prompt, prefix, settings.max_new_tokens, settings.sampling, settings.stop_tokens, settings.stop_strings)
+
+    def write(text: str) -> None:
+        print(text, end="", flush=True)
+
+    shown = Shown(write)
+    completion = engine.generate(request, on_token=shown)[0]
+    print(flush=True)
+    print(f"headmax: {shown.summary(completion, len(engine.encode(prompt, prefix is None)))}", file=sys.stderr)
+    return completion
+
+
+def interact(engine: Engine, prefix: PrefixState | None, settings: Settings) -> None:
+    """Each line continues the text so far, whose state is kept; an empty line or the end of input ends it."""
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return
+        if not line:
+            return
+        completion = continue_text(engine, line, prefix, settings)
+        prefix = engine.prefill([*engine.encode(line, prefix is None).tolist(), *completion.tokens], prefix)

@@ -1,0 +1,179 @@
+"""One decoding step of a recurrent mixer in one kernel: from a token's projections to what its heads read, the state moved on in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headmax.layers.rotary import Rotary
+from headmax.ops.gated_delta_rule.triton_step import gated_delta_rule_step
+from headmax.ops.gla.triton_step import gla_step
+from headmax.ops.linear_attention.triton_step import linear_attention_step
+from headmax.ops.triton_tiles import processors
+
+
+@triton.jit
+def featured(x, channel, inside, cos, sin, partner, K: tl.constexpr, FEATURE: tl.constexpr):
+    """The feature map of a query or key [K], then its rotation with the other half's features, if there are angles."""
+    x = feature(x, inside, FEATURE)
+    if cos is not None:
+        other = feature(partner, inside, FEATURE)
+        turn = tl.load(sin + channel % (K // 2), mask=inside, other=0.0).to(tl.float32)
+        x = x * tl.load(cos + channel % (K // 2), mask=inside, other=0.0) + tl.where(channel < K // 2, -other, other) * turn
+    return x
+
+
+@triton.jit
+def feature(x, inside, FEATURE: tl.constexpr):
+    if FEATURE == "relu":
+        return tl.maximum(x, 0.0)
+    elif FEATURE == "elu":
+        return tl.where(inside, tl.where(x > 0, x + 1.0, tl.exp(tl.minimum(x, 0.0))), 0.0)
+    elif FEATURE == "silu":
+        return x * tl.sigmoid(x)
+    elif FEATURE == "softmax":
+        x = tl.where(inside, x, -float("inf"))
+        powers = tl.exp(x - tl.max(x, 0))
+        return powers / tl.sum(powers, 0)
+    elif FEATURE == "unit_length":
+        return x * tl.rsqrt(tl.sum(x * x, 0) + 1e-6)
+    else:
+        return x
+
+
+@triton.jit
+def own_gate(
+    scored, weight, head, temperature, scale,
+    H: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """This head's gate: scores of all heads, from their queries or keys where there is a weight, else as they were projected."""
+    if KIND == "uniform":
+        return scale / H
+    else:
+        heads, channel = tl.arange(0, BH), tl.arange(0, BK)
+        if weight is not None:
+            inside = (heads[:, None] < H) & (channel[None, :] < K)
+            x = tl.load(scored + (heads[:, None] // (H // KEY_HEADS)) * K + channel[None, :], mask=inside, other=0.0)
+            w = tl.load(weight + heads[:, None] * K + channel[None, :], mask=inside, other=0.0)
+            score = tl.sum(x.to(tl.float32) * w.to(tl.float32), 1)
+        else:
+            score = tl.load(scored + heads, mask=heads < H, other=0.0).to(tl.float32)
+        score *= temperature
+        if KIND == "softmax":
+            score = tl.where(heads < H, score, -float("inf"))
+            powers = tl.exp(score - tl.max(score, 0))
+            return scale * tl.sum(tl.where(heads == head, powers, 0.0), 0) / tl.sum(powers, 0)
+        else:
+            return 2 * scale / H * tl.sigmoid(tl.sum(tl.where(heads == head, score, 0.0), 0))
+
+
+@triton.jit
+def mixer_step_kernel(
+    projected, state, out, read_out, read_weight, write_weight, cos, sin, decay_weight, decay_bias,
+    stride, temperature, gate_scale, normalizer, scale,
+    Q: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, DECAYS: tl.constexpr, BETAS: tl.constexpr,
+    READS: tl.constexpr, WRITES: tl.constexpr,
+    H: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RANK: tl.constexpr,
+    DECAY: tl.constexpr, FEATURE: tl.constexpr, KIND: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    """BV value channels of one head of one sequence. `projected` has a row per sequence; Q, KEYS, ... say where each part of it starts."""
+    head, sequence = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    channel, column = tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV)
+    inside, key_head = channel < K, head // (H // KEY_HEADS)
+    tile = state + ((sequence * H + head) * K + channel[:, None]) * V + column[None, :]
+    there = inside[:, None] & (column[None, :] < V)
+    memory = tl.load(tile, mask=there, other=0.0).to(tl.float32)  # asked for before anything else: it comes from farthest
+    row = projected + sequence * stride
+    v = tl.load(row + VALUES + head * V + column, mask=column < V, other=0.0).to(tl.float32)
+
+    read, write = 1.0, 1.0
+    if READ != "none":
+        scored = row + (READS if read_weight is None else Q)
+        read = own_gate(scored, read_weight, head, temperature, gate_scale, H, KEY_HEADS, K, KIND, BH, BK)
+    if READ == "after_norm":
+        tl.store(read_out + sequence * H + head, read, mask=tl.program_id(0) == 0)
+        read = 1.0
+    if WRITE:
+        scored = row + (WRITES if write_weight is None else KEYS)
+        write = own_gate(scored, write_weight, head, temperature, gate_scale, H, KEY_HEADS, K, KIND, BH, BK)
+
+    at, other = key_head * K + channel, key_head * K + (channel + K // 2) % K
+    q = tl.load(row + Q + at, mask=inside, other=0.0).to(tl.float32)
+    k = tl.load(row + KEYS + at, mask=inside, other=0.0).to(tl.float32)
+    q_other, k_other = q, k
+    if cos is not None:
+        cos += sequence * (K // 2)
+        sin += sequence * (K // 2)
+        q_other = tl.load(row + Q + other, mask=inside, other=0.0).to(tl.float32)
+        k_other = tl.load(row + KEYS + other, mask=inside, other=0.0).to(tl.float32)
+    q = featured(q, channel, inside, cos, sin, q_other, K, FEATURE)
+    k = featured(k, channel, inside, cos, sin, k_other, K, FEATURE)
+    read *= scale
+
+    if DECAY == "none":
+        memory, o = linear_attention_step(memory, q, k, v, 1.0, read, write)
+    elif DECAY == "head":
+        decay = tl.exp(tl.load(decay_bias + head).to(tl.float32))
+        memory, o = linear_attention_step(memory, q, k, v, decay, read, write)
+    elif DECAY == "channel":
+        rank = tl.arange(0, BR)
+        low = tl.load(row + DECAYS + rank, mask=rank < RANK, other=0.0).to(tl.float32)
+        up = tl.load(decay_weight + at[:, None] * RANK + rank[None, :], mask=inside[:, None] & (rank[None, :] < RANK), other=0.0)
+        x = tl.sum(up.to(tl.float32) * low[None, :], 1) + tl.load(decay_bias + at, mask=inside, other=0.0).to(tl.float32)
+        log_sigmoid = tl.minimum(x, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(x)))
+        memory, o = gla_step(memory, q, k, v, tl.exp(log_sigmoid / normalizer), read, write)
+    else:
+        x = tl.load(row + DECAYS + head).to(tl.float32) + tl.load(decay_bias + head).to(tl.float32)
+        softplus = tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
+        decay = tl.exp(-tl.exp(tl.load(decay_weight + head).to(tl.float32)) * softplus)
+        beta = tl.sigmoid(tl.load(row + BETAS + head).to(tl.float32))
+        memory, o = gated_delta_rule_step(memory, q, k, v, decay, beta, read, write)
+    tl.store(tile, memory.to(state.dtype.element_ty), mask=there)
+    tl.store(out + (sequence * H + head) * V + column, o, mask=column < V)
+
+
+def tiles(states: int, key: int, value: int, device: torch.device) -> tuple[int, int]:
+    """Value channels of a program, and its warps: as many channels as leave every processor two programs."""
+    width = min(64, max(16, triton.next_power_of_2(value)))
+    while width > 16 and states * triton.cdiv(value, width) < 2 * processors(device):
+        width //= 2
+    return width, 4 if key <= 128 else 8
+
+
+def mixer_step(
+    projected: Tensor, state: Tensor, key_heads: int, rotary: Rotary | None, starts: dict[str, int], arguments: dict[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    """What every head reads [rows, H * V] in float32, and the read gates [rows, H] where they come after the norm.
+
+    `projected` [rows, ...] holds the parts of a row where `starts` says; `state` [rows, H, K, V] moves on in place.
+    """
+    rows, heads, key, value = state.shape
+    out = projected.new_empty(rows, heads * value, dtype=torch.float32)
+    read = out.new_empty(rows, heads) if arguments["READ"] == "after_norm" else None
+    width, warps = tiles(rows * heads, key, value, state.device)
+    mixer_step_kernel[(triton.cdiv(value, width), heads, rows)](
+        projected,
+        state,
+        out,
+        read,
+        cos=None if rotary is None else rotary.cos,
+        sin=None if rotary is None else rotary.sin,
+        stride=projected.stride(0),
+        H=heads,
+        KEY_HEADS=key_heads,
+        K=key,
+        V=value,
+        BK=max(16, triton.next_power_of_2(key)),
+        BV=width,
+        BH=triton.next_power_of_2(heads),
+        BR=triton.next_power_of_2(arguments["RANK"]),
+        num_warps=warps,
+        **starts,
+        **arguments,
+    )
+    return out, read
