@@ -11,9 +11,10 @@ import pyarrow.parquet as pq
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 WORDS = [
-    *"the of and to in is was for that with as his on be at by an it are from this or had which".split(),
-    *["naïve", "Größe", "дом", "русский", "漢字", "日本語", "한국어", "नमस्ते", "مرحبا", "שלום", "ελληνικά", "🦙", "👩‍🔬", "e\u0301", "\u00a0"],
-    *["3.14159", "2026-01-02", "x=f(y)", "<s>", "</s>", "<unk>", "<0x0A>", "[INST]", "...", "====", "----", "__init__", "\t", "  ", " " * 19],
+    *["the", "of", "and", "to", "in", "is", "was", "for", "that", "with", "as", "his", "on", "be", "at", "by", "which"],
+    *["naïve", "Größe", "дом", "русский", "漢字", "日本語", "한국어", "नमस्ते", "مرحبا", "שלום", "ελληνικά"],
+    *["🦙", "👩‍🔬", "e\u0301", "\u00a0", "\t", "  ", " " * 19, "...", "====", "----"],
+    *["3.14159", "2026-01-02", "x=f(y)", "__init__", "<s>", "</s>", "<unk>", "<0x0A>", "[INST]"],
 ]
 
 

@@ -114,7 +114,7 @@ def test_what_begins_a_document(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="neither 'mistral' nor a tokenizer.json"):
+    with pytest.raises(FileNotFoundError, match=r"neither 'mistral' nor a tokenizer\.json"):
         load(str(tmp_path / "no.json"))
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"tokenizer\.json: not a tokenizer\.json"):

@@ -42,9 +42,7 @@ class TokenShards:
         index = Index.read(folder)
         if not index.splits.get(split):
             there = " and ".join(name for name, shards in index.splits.items() if shards)
-            raise ValueError(
-                f"{folder}: no split {split!r}; it has {there} (`headmax data prepare --valid` or `--valid-fraction` makes one)"
-            )
+            raise ValueError(f"{folder}: no split {split!r}, but {there}; `headmax data prepare` makes it with --valid or --valid-fraction")
         if index.tokens(split) < length:
             raise ValueError(f"{folder}: {index.tokens(split)} tokens in split {split!r}, fewer than one sample of {length}")
         self.vocab_size, self.length, self.seed, self.documents, self.split = index.vocab_size, length, seed, documents, split
@@ -71,14 +69,15 @@ class TokenShards:
         windows = self.windows(indices)
         rows = np.empty((len(windows), self.length), dtype=np.int64)
         bounds: list[np.ndarray] = []
-        for row, start in enumerate((windows * self.length).tolist()):
-            self._fill(rows[row], start, bounds if self.documents == "separate" else None, row * self.length)
+        for n, start in enumerate((windows * self.length).tolist()):
+            self._fill(rows[n], start, bounds if self.documents == "separate" else None, n * self.length)
         if self.documents == "concatenate":
             input_ids = torch.from_numpy(rows)
             return Batch(input_ids, input_ids, None)
-        packing = Packing(torch.from_numpy(np.concatenate([*bounds, [rows.size]])))
-        input_ids = torch.from_numpy(rows.reshape(1, -1))
-        return Batch(input_ids, input_ids.masked_fill(packing.positions == 0, -100), packing)
+        begins, row = np.concatenate(bounds), rows.reshape(1, -1)
+        labels = row.copy()
+        labels[0, begins] = -100
+        return Batch(torch.from_numpy(row), torch.from_numpy(labels), Packing(torch.from_numpy(np.append(begins, row.size))))
 
     def windows(self, indices: Sequence[int]) -> np.ndarray:
         """Which window each sample is."""
