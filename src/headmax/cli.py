@@ -272,7 +272,7 @@ def data_prepare(
     )
     tokens = TextColumn("{task.fields[tokens]:,} tokens, {task.fields[rate]:,.0f}/s")
     columns = (BarColumn(), DownloadColumn(), tokens, TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("", total=None, tokens=0, rate=0.0)
         first: list[int] = []
 
@@ -297,6 +297,46 @@ def data_check(folder: Path, /) -> None:
 
     index = verify(folder)
     print(f"headmax: {folder}: whole, {index.tokens('train'):,} tokens to train on, {index.tokens('valid'):,} to validate on")
+
+
+def plan(
+    recipe: str,
+    /,
+    gpu: str = "h100",
+    gpus: int = 8,
+    parallel: Literal["ddp", "fsdp"] | None = None,
+    tokens: str | None = None,
+    length: int | None = None,
+    batch_tokens: str | None = None,
+) -> None:
+    """Estimate memory, step time, days and GPU-hours of a training run on 1 to 1024 GPUs.
+
+    Args:
+        recipe: which model.
+        gpu: which card, such as a100, h100, h200, h20, b200.
+        gpus: how many; the table has other numbers too.
+        parallel: ddp copies the model to every GPU, fsdp shards it; both unless given.
+        tokens: to train on, such as 15e9 or 15B; the recipe's unless given.
+        length: tokens per sequence; the recipe's unless given.
+        batch_tokens: tokens per step over all GPUs, such as 0.5M; the recipe's unless given.
+    """
+    from rich.console import Console
+
+    from headmax import recipes as book
+    from headmax.bench import plan_table
+    from headmax.bench.plan import Run
+
+    chosen = book.get(recipe)
+    run = Run(
+        chosen,
+        gpu,
+        chosen.train.token_budget if tokens is None else _count("tokens", tokens),
+        chosen.train.sequence_length if length is None else length,
+        chosen.train.batch_tokens if batch_tokens is None else _count("batch-tokens", batch_tokens),
+    )
+    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+    for part in plan_table.render(run, gpus, ("ddp", "fsdp") if parallel is None else (parallel,)):
+        console.print(part, soft_wrap=isinstance(part, str))
 
 
 def _count(name: str, text: str) -> int:
@@ -334,6 +374,7 @@ def main() -> None:
     app.command(recipes)
     app.command(demo)
     app.command(convert)
+    app.command(plan)
     data = tyro.extras.SubcommandApp()
     data.command(name="prepare")(data_prepare)
     data.command(name="check")(data_check)
