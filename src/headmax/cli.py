@@ -258,9 +258,9 @@ def data_prepare(
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     from headmax.data.documents import Options
-    from headmax.data.prepare import Done, Recipe, prepare
+    from headmax.data.prepare import Done, PrepareConfig, prepare
 
-    recipe = Recipe(
+    config = PrepareConfig(
         inputs,
         valid,
         valid_fraction,
@@ -272,16 +272,15 @@ def data_prepare(
     )
     tokens = TextColumn("{task.fields[tokens]:,} tokens, {task.fields[rate]:,.0f}/s")
     columns = (BarColumn(), DownloadColumn(), tokens, TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         bar = progress.add_task("", total=None, tokens=0, rate=0.0)
-        first: list[int] = []
 
         def report(done: Done) -> None:
-            first.append(done.tokens) if not first else None
-            rate = (done.tokens - first[0]) / max(progress.tasks[0].elapsed or 0.0, 1e-3)
+            rate = (done.tokens - done.earlier) / max(progress.tasks[0].elapsed or 0.0, 1e-3)
             progress.update(bar, completed=done.bytes, total=done.total_bytes, tokens=done.tokens, rate=rate)
 
-        index = prepare(recipe, out, workers=workers, report=report)
+        index = prepare(config, out, workers=workers, report=report)
     for split, shards in index.splits.items():
         if shards:
             print(f"headmax: {out}: {split} {index.tokens(split):,} tokens, {index.documents(split):,} documents, {len(shards)} shards")

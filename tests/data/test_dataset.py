@@ -10,7 +10,7 @@ import torch
 from headmax import HeadmaxForCausalLM, recipes
 from headmax.data import prepare as module
 from headmax.data.dataset import TokenShards
-from headmax.data.prepare import Recipe, prepare
+from headmax.data.prepare import PrepareConfig, prepare
 from headmax.data.shards import Index, verify
 from tests.data.corpus import documents, write
 
@@ -23,7 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "BLOCK", 3000)
         texts = [text if n % 3 else text[:30] for n, text in enumerate(documents(60, lines=4))]
-        prepare(Recipe((str(write(path / "a.jsonl", texts)),), valid_fraction=0.2, shard_tokens=2000), path / "out", workers=2)
+        prepare(PrepareConfig((str(write(path / "a.jsonl", texts)),), valid_fraction=0.2, shard_tokens=2000), path / "out", workers=2)
     return path / "out"
 
 

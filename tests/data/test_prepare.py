@@ -19,8 +19,8 @@ from headmax.data import documents as documents_module
 from headmax.data import encoder
 from headmax.data import prepare as module
 from headmax.data.documents import Options
-from headmax.data.folder import ShardWriter
-from headmax.data.prepare import Done, Recipe, prepare
+from headmax.data.folder import FolderWriter, ShardWriter
+from headmax.data.prepare import Done, PrepareConfig, prepare
 from headmax.data.shards import Index, verify
 from headmax.data.tokenizer import mistral
 from tests.data.corpus import byte_level, documents, write
@@ -53,7 +53,7 @@ def test_a_folder_holds_every_document_with_its_beginning(tmp_path: Path, expect
     inputs = [write(tmp_path / name, TEXTS[start : start + 15]) for name, start in zip(names, (0, 15, 30), strict=True)]
     told: list[Done] = []
     out = tmp_path / "out"
-    index = prepare(Recipe((str(tmp_path / "in"), str(inputs[2])), shard_tokens=4000), out, workers=2, report=told.append)
+    index = prepare(PrepareConfig((str(tmp_path / "in"), str(inputs[2])), shard_tokens=4000), out, workers=2, report=told.append)
     assert tokens(out) == [n for text in TEXTS for n in expected[text]]
     assert index == Index.read(out) == verify(out)
     assert len(index.splits["train"]) > 2
@@ -62,17 +62,17 @@ def test_a_folder_holds_every_document_with_its_beginning(tmp_path: Path, expect
         starts, made = (np.fromfile(out / f"{shard.name}.{part}", t) for part, t in (("documents", np.int64), ("tokens", np.uint16)))
         assert starts.tolist() == np.flatnonzero(made == 1).tolist()
     assert (index.dtype, index.vocab_size, index.document_token, index.documents("train")) == ("uint16", 32_000, 1, len(TEXTS))
-    assert told[-1] == (sum(path.stat().st_size for path in inputs), told[-1].bytes, index.tokens("train"), len(TEXTS))
+    assert told[-1] == (sum(path.stat().st_size for path in inputs), told[-1].bytes, index.tokens("train"), len(TEXTS), 0)
     assert AutoTokenizer.from_pretrained(out)(TEXTS[0])["input_ids"][:3] == expected[TEXTS[0]][:3]
     assert {file.suffix for file in out.iterdir()} == {".json", ".tokens", ".documents"}
     before = {file: file.stat().st_mtime_ns for file in out.iterdir()}
-    assert prepare(Recipe((str(tmp_path / "in"), str(inputs[2])), shard_tokens=4000), out) == index
+    assert prepare(PrepareConfig((str(tmp_path / "in"), str(inputs[2])), shard_tokens=4000), out) == index
     assert before == {file: file.stat().st_mtime_ns for file in out.iterdir()}
 
 
 def test_a_document_read_in_parts_has_the_tokens_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = documents(1, lines=2000)[0]
-    whole, parts = (Recipe((str(write(tmp_path / "a.txt", [text, "short"])),), shard_tokens=9000) for _ in range(2))
+    whole, parts = (PrepareConfig((str(write(tmp_path / "a.txt", [text, "short"])),), shard_tokens=9000) for _ in range(2))
     prepare(whole, tmp_path / "whole", workers=1)
     monkeypatch.setattr(documents_module, "HELD", 20_000)
     prepare(parts, tmp_path / "parts", workers=1)
@@ -87,10 +87,10 @@ def test_another_tokenizer_and_wide_ids(tmp_path: Path) -> None:
     definition["model"]["vocab"] |= {f"<{n}>": n for n in range(400, 2**16 + 1)}
     path.write_text(json.dumps(definition))
     write(tmp_path / "a.txt", TEXTS[:3])
-    recipe = Recipe((str(tmp_path / "a.txt"),), tokenizer=str(path), document_token="<|endoftext|>")
+    config = PrepareConfig((str(tmp_path / "a.txt"),), tokenizer=str(path), document_token="<|endoftext|>")
     with pytest.raises(ValueError, match="document_token: the tokenizer puts none"):
-        prepare(replace(recipe, document_token=None), tmp_path / "out")
-    index = prepare(recipe, tmp_path / "out", workers=1)
+        prepare(replace(config, document_token=None), tmp_path / "out")
+    index = prepare(config, tmp_path / "out", workers=1)
     assert (index.dtype, index.document_token) == ("uint32", 0)
     assert index.vocab_size == 1 + max(AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab().values())
     assert (tmp_path / "out/train-00000.tokens").stat().st_size == 4 * index.tokens("train")
@@ -98,21 +98,31 @@ def test_another_tokenizer_and_wide_ids(tmp_path: Path) -> None:
 
 def test_held_out_documents(tmp_path: Path, expected: dict[str, list[int]]) -> None:
     many = write(tmp_path / "a.jsonl", TEXTS * 2)
-    prepare(Recipe((str(many),), valid_fraction=0.3, shard_tokens=3000), tmp_path / "share", workers=2)
+    prepare(PrepareConfig((str(many),), valid_fraction=0.3, shard_tokens=3000), tmp_path / "share", workers=2)
     train, valid = (
         {text for text in TEXTS if str(expected[text])[1:-1] in str(tokens(tmp_path / "share", split))} for split in ("train", "valid")
     )
     assert len(train) + len(valid) == len(TEXTS)
     assert not train & valid
     assert 4 < len(valid) < 20
-    prepare(Recipe((str(many),), valid=(str(write(tmp_path / "v.txt", TEXTS[:2])),)), tmp_path / "other", workers=1)
+    prepare(PrepareConfig((str(many),), valid=(str(write(tmp_path / "v.txt", TEXTS[:2])),)), tmp_path / "other", workers=1)
     assert tokens(tmp_path / "other", "valid") == [n for text in TEXTS[:2] for n in expected[text]]
     assert Index.read(tmp_path / "other").documents("train") == 80
 
 
-def test_it_stops_at_a_number_of_tokens(tmp_path: Path) -> None:
-    index = prepare(Recipe((str(write(tmp_path / "a.jsonl", TEXTS)),), max_tokens=5000), tmp_path / "out", workers=2)
+def test_it_stops_at_a_number_of_tokens_and_does_not_go_on_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = PrepareConfig((str(write(tmp_path / "a.jsonl", TEXTS)),), max_tokens=5000)
+    index = prepare(config, tmp_path / "out", workers=2)
     assert 5000 <= index.tokens("train") < 8500
+
+    def killed(self: FolderWriter) -> Index:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FolderWriter, "finish", killed)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(config, tmp_path / "again", workers=1)
+    assert prepare(config, tmp_path / "again", workers=1) == index
 
 
 @pytest.mark.parametrize(
@@ -127,22 +137,27 @@ def test_it_stops_at_a_number_of_tokens(tmp_path: Path) -> None:
 )
 def test_a_recipe_that_cannot_be(change: dict[str, object], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        replace(Recipe(("a.txt",)), **change)
+        replace(PrepareConfig(("a.txt",)), **change)
+
+
+def test_workers_are_at_least_one(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="workers must be at least 1, got 0"):
+        prepare(PrepareConfig((str(write(tmp_path / "a.txt", TEXTS)),)), tmp_path / "out", workers=0)
 
 
 def test_nothing_to_train_or_to_validate_on(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("\n\n")
     one = str(write(tmp_path / "one.txt", ["one"]))
     with pytest.raises(ValueError, match="no documents to train on in"):
-        prepare(Recipe((str(tmp_path / "empty.txt"),)), tmp_path / "out", workers=1)
+        prepare(PrepareConfig((str(tmp_path / "empty.txt"),)), tmp_path / "out", workers=1)
     with pytest.raises(ValueError, match="no documents to validate on in"):
-        prepare(Recipe((one,), valid_fraction=1e-9), tmp_path / "out", workers=1)
+        prepare(PrepareConfig((one,), valid_fraction=1e-9), tmp_path / "out", workers=1)
     with pytest.raises(ValueError, match=r"one\.txt: among what to train on and what to validate on"):
-        prepare(Recipe((one,), valid=(one,)), tmp_path / "out", workers=1)
-    assert prepare(Recipe((one,)), tmp_path / "out", workers=1).documents("train") == 1
+        prepare(PrepareConfig((one,), valid=(one,)), tmp_path / "out", workers=1)
+    assert prepare(PrepareConfig((one,)), tmp_path / "out", workers=1).documents("train") == 1
 
 
-def interrupt(recipe: Recipe, out: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+def interrupt(config: PrepareConfig, out: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     """Prepares until the third shard is begun."""
     with monkeypatch.context() as patch:
         add = ShardWriter.add
@@ -153,37 +168,37 @@ def interrupt(recipe: Recipe, out: Path, monkeypatch: pytest.MonkeyPatch, error:
                 raise error
 
         patch.setattr(ShardWriter, "add", fail)
-        prepare(recipe, out, workers=1)
+        prepare(config, out, workers=1)
 
 
 def test_a_full_disk_is_said_and_gone_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = Recipe((str(write(tmp_path / "a.jsonl", TEXTS)),), valid_fraction=0.1, shard_tokens=3000)
+    config = PrepareConfig((str(write(tmp_path / "a.jsonl", TEXTS)),), valid_fraction=0.1, shard_tokens=3000)
     out = tmp_path / "out"
     with pytest.raises(ValueError, match="out: cannot be written to: No space left on device; complete shards stay, run again to go on"):
-        interrupt(recipe, out, monkeypatch, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+        interrupt(config, out, monkeypatch, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     with pytest.raises(ValueError, match="half-written; run the same `headmax data prepare` again"):
         Index.read(out)
     first = (out / "train-00000.tokens").stat().st_mtime_ns
     told: list[Done] = []
-    prepare(recipe, out, workers=2, report=told.append)
-    assert told[0].tokens > 6000
+    prepare(config, out, workers=2, report=told.append)
+    assert told[0].tokens > told[0].earlier > 6000
     assert (out / "train-00000.tokens").stat().st_mtime_ns == first
-    prepare(recipe, tmp_path / "undisturbed", workers=1)
+    prepare(config, tmp_path / "undisturbed", workers=1)
     assert contents(out) == contents(tmp_path / "undisturbed")
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = Recipe((str(write(tmp_path / "a.jsonl", TEXTS)),), shard_tokens=3000)
+    config = PrepareConfig((str(write(tmp_path / "a.jsonl", TEXTS)),), shard_tokens=3000)
     half, done = tmp_path / "half", tmp_path / "done"
     with pytest.raises(KeyboardInterrupt):
-        interrupt(recipe, half, monkeypatch, KeyboardInterrupt())
-    prepare(recipe, done, workers=2)
+        interrupt(config, half, monkeypatch, KeyboardInterrupt())
+    prepare(config, done, workers=2)
     others = {
-        "inputs": replace(recipe, inputs=(str(write(tmp_path / "b.jsonl", TEXTS)),)),
-        "tokenizer, document token": replace(recipe, tokenizer=str(byte_level(tmp_path / "t.json")), document_token="<|endoftext|>"),
-        "document token": replace(recipe, document_token="</s>"),
-        "text key": replace(recipe, options=Options(text_key="body")),
-        "valid fraction, shard tokens": replace(recipe, valid_fraction=0.5, shard_tokens=1000),
+        "inputs": replace(config, inputs=(str(write(tmp_path / "b.jsonl", TEXTS)),)),
+        "tokenizer, document token": replace(config, tokenizer=str(byte_level(tmp_path / "t.json")), document_token="<|endoftext|>"),
+        "document token": replace(config, document_token="</s>"),
+        "text key": replace(config, options=Options(text_key="body")),
+        "valid fraction, shard tokens": replace(config, valid_fraction=0.5, shard_tokens=1000),
     }
     for folder in (half, done):
         before = contents(folder)
@@ -193,27 +208,27 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path, monkeypatch: pyte
         assert contents(folder) == before
     (half / "train-00000.tokens").unlink()
     with pytest.raises(ValueError, match=r"train-00000\.tokens: missing, the index says"):
-        prepare(recipe, half)
+        prepare(config, half)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/notes.txt").write_text("mine")
     with pytest.raises(ValueError, match="mine: holds other files; choose a new or empty folder"):
-        prepare(recipe, tmp_path / "mine")
+        prepare(config, tmp_path / "mine")
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="file: cannot be written to: File exists"):
-        prepare(recipe, tmp_path / "file")
+        prepare(config, tmp_path / "file")
 
 
 def test_two_at_once_are_refused(tmp_path: Path) -> None:
-    recipe = Recipe((str(write(tmp_path / "a.jsonl", TEXTS)),))
+    config = PrepareConfig((str(write(tmp_path / "a.jsonl", TEXTS)),))
     with module.sole_user(tmp_path / "out"), pytest.raises(ValueError, match="out: another process is writing to it"):
-        prepare(recipe, tmp_path / "out")
+        prepare(config, tmp_path / "out")
 
 
 def test_an_encoding_process_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "encoder.py").write_text("import sys; sys.exit(7)")
     monkeypatch.setattr(encoder, "__file__", str(tmp_path / "encoder.py"))
     with pytest.raises(ValueError, match="an encoding process ended with code 7"):
-        prepare(Recipe((str(write(tmp_path / "a.jsonl", TEXTS)),)), tmp_path / "out", workers=1)
+        prepare(PrepareConfig((str(write(tmp_path / "a.jsonl", TEXTS)),)), tmp_path / "out", workers=1)
 
 
 def encoders_of(folder: Path) -> list[int]:
@@ -230,9 +245,9 @@ def encoders_of(folder: Path) -> list[int]:
 
 def kill_and_go_on(tmp_path: Path, kills: int, seed: int) -> None:
     """Real processes, real kills, each at a moment of its own after at least one more shard; the result is that of no kill."""
-    recipe = Recipe((str(write(tmp_path / "a.jsonl.xz", documents(400))),), valid_fraction=0.05, shard_tokens=5000)
+    config = PrepareConfig((str(write(tmp_path / "a.jsonl.xz", documents(400))),), valid_fraction=0.05, shard_tokens=5000)
     code = "import sys, pathlib, headmax.data.prepare as module; from headmax.data.prepare import *; module.BLOCK = 5000;"
-    code += f"prepare(Recipe({recipe.inputs}, valid_fraction=0.05, shard_tokens=5000), pathlib.Path(sys.argv[1]), workers=2)"
+    code += f"prepare(PrepareConfig({config.inputs}, valid_fraction=0.05, shard_tokens=5000), pathlib.Path(sys.argv[1]), workers=2)"
     draw, out = random.Random(seed), tmp_path / "killed"
     shards = 0
     for _ in range(kills):
@@ -251,7 +266,7 @@ def kill_and_go_on(tmp_path: Path, kills: int, seed: int) -> None:
         time.sleep(0.05)
     assert not encoders_of(out), "encoding processes outlive their parent"
     for folder in (out, tmp_path / "undisturbed"):
-        prepare(recipe, folder, workers=2)
+        prepare(config, folder, workers=2)
     assert verify(out).documents("train") + verify(out).documents("valid") == 400
     assert contents(out) == contents(tmp_path / "undisturbed")
 

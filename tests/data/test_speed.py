@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from headmax.data.dataset import TokenShards
-from headmax.data.prepare import Recipe, prepare
+from headmax.data.prepare import PrepareConfig, prepare
 from headmax.data.tokenizer import mistral
 from tests.data.corpus import documents, write
 
@@ -26,7 +26,7 @@ def test_preparation_is_as_fast_as_the_bare_library_and_reading_is_faster_than_t
         encoded = tokenizer.encode_batch(texts, add_special_tokens=False)
         bare.append(sum(len(one.ids) for one in encoded) / (time.perf_counter() - begin))
         begin = time.perf_counter()
-        index = prepare(Recipe((str(path),)), tmp_path / f"out{turn}")
+        index = prepare(PrepareConfig((str(path),)), tmp_path / f"out{turn}")
         ours.append(index.tokens("train") / (time.perf_counter() - begin))
     print(f"{len(os.sched_getaffinity(0))} cores: bare library {max(bare):,.0f} tokens/s, preparation {max(ours):,.0f} tokens/s")
     assert max(ours) > 0.8 * max(bare)

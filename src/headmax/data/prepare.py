@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import os
 import subprocess
 import sys
@@ -32,7 +33,7 @@ TRAIN, VALID = range(len(SPLITS))
 
 
 @dataclass(frozen=True)
-class Recipe:
+class PrepareConfig:
     """All that decides what is in a prepared folder."""
 
     inputs: tuple[str, ...]
@@ -91,6 +92,8 @@ class Done(NamedTuple):
     total_bytes: int | None
     tokens: int
     documents: int
+    earlier: int
+    """Tokens that were there before it went on."""
 
 
 class Encoders:
@@ -157,11 +160,14 @@ def _draw(text: str) -> float:
     return int.from_bytes(hashlib.blake2b(text[:HELD].encode(), digest_size=8).digest(), "big") / 2**64
 
 
-def prepare(recipe: Recipe, out: Path, *, workers: int | None = None, report: Callable[[Done], None] = lambda done: None) -> Index:
-    """Makes `out`, or goes on with it after its last complete shard. A complete folder of the same recipe is left as it is."""
-    workers = workers or len(os.sched_getaffinity(0))
-    inputs = [(source, split) for split, names in ((VALID, recipe.valid), (TRAIN, recipe.inputs)) for source in find(names, recipe.options)]
-    index, files = _begin(recipe, inputs)
+def prepare(config: PrepareConfig, out: Path, *, workers: int | None = None, report: Callable[[Done], None] = lambda done: None) -> Index:
+    """Makes `out`, or goes on with it after its last complete shard. A complete one of the same configuration is left as it is."""
+    if workers is None:
+        workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    elif workers < 1:
+        raise ValueError(f"workers must be at least 1, got {workers}")
+    inputs = [(source, split) for split, names in ((VALID, config.valid), (TRAIN, config.inputs)) for source in find(names, config.options)]
+    index, files = _begin(config, inputs)
     with sole_user(out):
         if (out / INDEX).exists():
             complete = Index.read(out)
@@ -169,10 +175,10 @@ def prepare(recipe: Recipe, out: Path, *, workers: int | None = None, report: Ca
             (out / PROGRESS).unlink(missing_ok=True)
             return complete
         with contextlib.closing(FolderWriter(out, index, files)) as folder:
-            return _write(recipe, inputs, folder, workers, report)
+            return _write(config, inputs, folder, workers, report)
 
 
-def _begin(recipe: Recipe, inputs: Sequence[tuple[Input, int]]) -> tuple[Index, dict[str, bytes]]:
+def _begin(config: PrepareConfig, inputs: Sequence[tuple[Input, int]]) -> tuple[Index, dict[str, bytes]]:
     """The index before the first shard, and the tokenizer's files."""
     from headmax import __version__
 
@@ -181,7 +187,7 @@ def _begin(recipe: Recipe, inputs: Sequence[tuple[Input, int]]) -> tuple[Index, 
     for twice in set.intersection(*places):
         raise ValueError(f"{twice}: among what to train on and what to validate on")
     identities = {name: [source.identity for source in of] for name, of in sources.items()}
-    loaded = load(recipe.tokenizer)
+    loaded = load(config.tokenizer)
     files = loaded.files()
     limits = ("valid_fraction", "max_tokens", "shard_tokens")
     index = Index(
@@ -189,36 +195,36 @@ def _begin(recipe: Recipe, inputs: Sequence[tuple[Input, int]]) -> tuple[Index, 
         headmax=__version__,
         dtype="uint16" if loaded.vocab_size <= 2**16 else "uint32",
         vocab_size=loaded.vocab_size,
-        document_token=loaded.document_token(recipe.document_token),
+        document_token=loaded.document_token(config.document_token),
         tokenizer_sha256=hashlib.sha256(files[FILES[0]]).hexdigest(),
-        made_from=identities | asdict(recipe.options) | {name: getattr(recipe, name) for name in limits},
+        made_from=identities | asdict(config.options) | {name: getattr(config, name) for name in limits},
         splits=dict.fromkeys(SPLITS, ()),
     )
     return index, files
 
 
 def _write(
-    recipe: Recipe, inputs: Sequence[tuple[Input, int]], folder: FolderWriter, workers: int, report: Callable[[Done], None]
+    config: PrepareConfig, inputs: Sequence[tuple[Input, int]], folder: FolderWriter, workers: int, report: Callable[[Done], None]
 ) -> Index:
     index, sizes = folder.index, [source.size for source, _ in inputs]
     total = None if None in sizes else sum(filter(None, sizes))
     tokens = {split: index.tokens(split) for split in SPLITS}
-    documents = sum(map(index.documents, SPLITS))
-    cursor = Cursor(*(index.cursor or ()))
+    documents, earlier = sum(map(index.documents, SPLITS)), sum(tokens.values())
+    cursor, most = Cursor(*(index.cursor or ())), config.max_tokens or math.inf
     with contextlib.closing(Encoders(workers, folder.out / FILES[0], index.document_token, folder.dtype)) as encoders:
-        blocks = read_blocks(inputs, cursor, recipe.valid_fraction)
+        blocks = read_blocks(inputs, cursor, config.valid_fraction) if tokens["train"] < most else iter(())
         for block, encoded in encoders.results(blocks, ahead=2 * workers):
             cursor = block.cursor
             for split, (ids, starts) in zip(SPLITS, encoded, strict=True):
                 folder.add(split, ids, starts)
                 tokens[split] += len(ids)
                 documents += len(starts)
-            report(Done(block.position, total, sum(tokens.values()), documents))
-            if folder.pending >= recipe.shard_tokens:
+            report(Done(block.position, total, sum(tokens.values()), documents, earlier))
+            if folder.pending >= config.shard_tokens:
                 folder.commit(cursor)
-            if recipe.max_tokens is not None and tokens["train"] >= recipe.max_tokens:
+            if tokens["train"] >= most:
                 break
-    if not tokens["train"] or not (tokens["valid"] or not (recipe.valid or recipe.valid_fraction)):
-        raise ValueError(f"no documents to {'validate' if tokens['train'] else 'train'} on in {' '.join(recipe.inputs + recipe.valid)}")
+    if not tokens["train"] or not (tokens["valid"] or not (config.valid or config.valid_fraction)):
+        raise ValueError(f"no documents to {'validate' if tokens['train'] else 'train'} on in {' '.join(config.inputs + config.valid)}")
     folder.commit(cursor)
     return folder.finish()
