@@ -10,7 +10,7 @@ import pytest
 import headmax
 
 SOURCE = Path(headmax.__file__).parent
-LEVEL = {"ops": 0, "data": 0, "records": 0, "layers": 1, "models": 2, "train": 3, "generate": 3, "recipes": 4, "demo": 4}
+LEVEL = {"ops": 0, "records": 0, "data": 1, "layers": 1, "models": 2, "train": 3, "generate": 3, "recipes": 4, "demo": 4}
 LEVEL |= dict.fromkeys(("bench", "eval", "analysis"), 5) | {"cli": 6}
 EXTRAS = [
     "tyro",

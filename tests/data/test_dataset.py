@@ -123,6 +123,15 @@ def test_bad_requests(folder: Path, tmp_path: Path) -> None:
             TokenShards(folder, length=LENGTH, seed=0).batch(indices)
 
 
+def test_the_code_of_the_guide_runs(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(folder, tmp_path / "data" / "mine")
+    scope: dict = {}
+    exec(guide.split("```python\n")[1].split("```")[0], scope)
+    assert scope["batch"].input_ids.shape == (8, 4096)
+
+
 def test_a_damaged_folder_is_refused(folder: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)

@@ -147,7 +147,8 @@ class FileInput:
                 table = pq.ParquetFile(source, buffer_size=2**20, pre_buffer=False)
             if self.options.text_key not in table.schema_arrow.names:
                 raise ValueError(f"{self.path}: no column {self.options.text_key!r}; it has {', '.join(table.schema_arrow.names)}")
-            row, batches = 0, table.iter_batches(64, columns=[self.options.text_key])
+            row, rows, size = 0, table.metadata.num_rows, self.size
+            batches = table.iter_batches(64, columns=[self.options.text_key])
             while True:
                 with _translated(self.path, f"cannot be read after row {row}"):
                     batch = next(batches, None)
@@ -155,7 +156,7 @@ class FileInput:
                     return
                 for text in batch.column(0).to_pylist():
                     row += 1
-                    yield _checked(text, f"{self.path}: row {row}"), True, self.size * row // table.metadata.num_rows
+                    yield _checked(text, f"{self.path}: row {row}"), True, size * row // rows
 
 
 @dataclass(frozen=True)

@@ -180,7 +180,7 @@ def prepare(config: PrepareConfig, out: Path, *, workers: int | None = None, rep
 
 def _begin(config: PrepareConfig, inputs: Sequence[tuple[Input, int]]) -> tuple[Index, dict[str, bytes]]:
     """The index before the first shard, and the tokenizer's files."""
-    from headmax import __version__
+    import headmax
 
     sources = {name: [source for source, its in inputs if its == split] for name, split in (("inputs", TRAIN), ("valid inputs", VALID))}
     places = [{os.path.realpath(source.where) for source in of} for of in sources.values()]
@@ -192,7 +192,7 @@ def _begin(config: PrepareConfig, inputs: Sequence[tuple[Input, int]]) -> tuple[
     limits = ("valid_fraction", "max_tokens", "shard_tokens")
     index = Index(
         format=FORMAT,
-        headmax=__version__,
+        headmax=headmax.__version__,
         dtype="uint16" if loaded.vocab_size <= 2**16 else "uint32",
         vocab_size=loaded.vocab_size,
         document_token=loaded.document_token(config.document_token),
