@@ -94,10 +94,11 @@ def full_disk(descriptor: int) -> None:
 def test_a_full_disk_leaves_the_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train(tmp_path / "whole", max_steps=12)
     train(tmp_path / "run", max_steps=4)
-    with monkeypatch.context() as patch, pytest.raises(TrainingError) as error:
-        patch.setattr(os, "fsync", full_disk)
-        patch.setattr(Log, "sync", lambda self: None)
+    monkeypatch.setattr(os, "fsync", full_disk)
+    monkeypatch.setattr(Log, "sync", lambda self: None)
+    with pytest.raises(TrainingError) as error:
         train(tmp_path / "run", max_steps=12, checkpoint_every=4)
+    monkeypatch.undo()
     assert "cannot write a checkpoint" in str(error.value)
     assert "No space left on device; the last complete one is step-00000004" in str(error.value)
     assert checkpoints(tmp_path / "run") == ["step-00000004"]
@@ -108,7 +109,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path: Path, monkeypatch: pyt
 
 def test_a_full_disk_under_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", full_disk)
-    with pytest.raises(TrainingError, match="cannot write to .*No space left on device"):
+    with pytest.raises(TrainingError, match=r"cannot write to .*No space left on device"):
         train(tmp_path, max_steps=3)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,6 +10,8 @@ from headmax.data.mqar import MQAR
 from headmax.data.source import Source
 from headmax.models import HeadmaxConfig
 from headmax.train import TrainConfig
+
+logger = logging.getLogger("headmax")
 
 
 @dataclass(frozen=True)
@@ -43,9 +46,11 @@ class Recipe:
         if data is None:
             raise ValueError(f"--data must name a folder that `headmax data prepare` wrote: {self.name} trains on text")
         from headmax.data.dataset import TokenShards
+        from headmax.data.shards import Index
 
-        train, length, documents = self.train, self.train.sequence_length, self.train.documents
-        return (
-            TokenShards(data, length=length, seed=train.seed, documents=documents),
-            TokenShards(data, length=length, seed=train.seed, documents=documents, split="valid"),
-        )
+        train, index = self.train, Index.read(data)
+        source = TokenShards(data, length=train.sequence_length, seed=train.seed, documents=train.documents)
+        if index.tokens("valid") < train.sequence_length:
+            logger.warning("%s: no validation, as %d tokens are held out for it", data, index.tokens("valid"))
+            return source, None
+        return source, TokenShards(data, length=train.sequence_length, seed=train.seed, documents=train.documents, split="valid")
