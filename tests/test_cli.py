@@ -15,7 +15,7 @@ def headmax(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-m", "headmax", *arguments], capture_output=True, text=True, check=False)
 
 
-COMMANDS = [[], ["recipes"], ["demo"], ["bench"], ["bench", "kernels"], ["bench", "train"], ["bench", "tune"], ["plan"]]
+COMMANDS = [[], ["recipes"], ["demo"], ["bench"], ["bench", "kernels"], ["bench", "train"], ["bench", "tune"], ["plan"], ["train"]]
 COMMANDS += [["data", "prepare"]]
 
 

@@ -90,6 +90,8 @@ def train_command(arguments: list[str]) -> Callable[..., None]:
         chosen = replace(book.get(recipe), model=HeadmaxConfig(**vars(model)), train=config)
         if task is not None and task != chosen.task:
             chosen = chosen.on(task)
+        if data is not None:
+            chosen = chosen.speaking(data)
         source, validation = chosen.sources(data)
         with Live(chosen.train.steps, config.log.print_every) as live:
             fit(chosen.model, chosen.train, source, out, validation=validation, tokenizer=data, show=live)

@@ -48,6 +48,8 @@ def test_a_recall_recipe_for_another_size_of_its_task() -> None:
         recipe.sources(Path())
     with pytest.raises(ValueError, match="gla-tiny trains on text, not on a task"):
         recipes.get("gla-tiny").on(MQAR())
+    with pytest.raises(ValueError, match="--data must name a folder that `headmax data prepare` wrote: gla-tiny trains on text"):
+        recipes.get("gla-tiny").sources(None)
 
 
 @pytest.mark.parametrize(

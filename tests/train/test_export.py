@@ -1,8 +1,6 @@
 """A run becomes a Hugging Face folder."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -49,14 +47,6 @@ def test_what_is_no_run_is_refused(run: tuple[Path, torch.nn.Module], tmp_path: 
         to_hf(tmp_path, tmp_path / "hf")
     with pytest.raises(ValueError, match="convert --to fla needs a second folder"):
         cli.convert(tmp_path, to="fla")
-
-
-def test_the_command_line_names_bad_input_in_one_line(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "headmax", "train", "gla-tiny", "--out", str(tmp_path)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2
-    assert done.stderr == "headmax: --data must name a folder that `headmax data prepare` wrote: gla-tiny trains on text\n"
 
 
 def test_every_field_is_an_option_and_the_recipe_its_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,9 @@ import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from headmax.data.dataset import TokenShards
 from headmax.data.mqar import MQAR
+from headmax.data.shards import Index
 from headmax.data.source import Source
 from headmax.models import HeadmaxConfig
 from headmax.train import TrainConfig
@@ -37,6 +39,14 @@ class Recipe:
         model = HeadmaxConfig.from_dict(self.model.to_dict() | {"vocab_size": task.vocab_size})
         return replace(self, model=model, train=train, task=task)
 
+    def speaking(self, data: Path) -> Recipe:
+        """The recipe with the token that begins the documents of a prepared folder; one that is not the recipe's own ends them too."""
+        token = Index.read(data).document_token
+        if token == self.model.bos_token_id:
+            return self
+        tokens = {"bos_token_id": token, "eos_token_id": token}
+        return replace(self, model=HeadmaxConfig.from_dict(self.model.to_dict() | tokens))
+
     def sources(self, data: Path | None) -> tuple[Source, Source | None]:
         """What to train on and what to validate on: the task, or a folder that `headmax data prepare` wrote."""
         if self.task is not None:
@@ -45,9 +55,6 @@ class Recipe:
             return self.task.samples(self.train.seed), self.task.held_out(self.train.seed)
         if data is None:
             raise ValueError(f"--data must name a folder that `headmax data prepare` wrote: {self.name} trains on text")
-        from headmax.data.dataset import TokenShards
-        from headmax.data.shards import Index
-
         train, index = self.train, Index.read(data)
         source = TokenShards(data, length=train.sequence_length, seed=train.seed, documents=train.documents)
         if index.tokens("valid") < train.sequence_length:

@@ -86,7 +86,9 @@ class Checkpoints:
             except (OSError, CheckpointException) as error:
                 there = finished(self.folder)
                 kept = f"the last complete one is {there[-1].name}" if there else "there is none yet"
-                raise TrainingError(f"cannot write a checkpoint to {self.folder}: {reason(error)}; {kept}") from error
+                free = shutil.disk_usage(self.folder).free / 2**20
+                why = f"{reason(error)} ({free:,.0f} MiB are free there)"
+                raise TrainingError(f"cannot write a checkpoint to {self.folder}: {why}; {kept}") from error
             finally:
                 self.writing = None
 
@@ -172,7 +174,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def reason(error: BaseException) -> str:
-    """The first cause: torch.distributed.checkpoint wraps what each rank raised."""
+    """The first cause: torch.distributed.checkpoint wraps what each rank raised, and torch.save what the system said."""
     while isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
-    return str(error) or type(error).__name__
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    return str(cause or error)

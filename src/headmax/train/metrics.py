@@ -152,7 +152,10 @@ def matmul_rate(device: torch.device) -> float | None:
     from torch.utils.benchmark import Timer
 
     a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
-    return 2 * 8192**3 / Timer("a @ a", globals={"a": a}).timeit(20).mean
+    seconds = Timer("a @ a", globals={"a": a}).timeit(20).mean
+    del a
+    torch.cuda.reset_peak_memory_stats(device)
+    return 2 * 8192**3 / seconds
 
 
 def memory(device: torch.device) -> int:

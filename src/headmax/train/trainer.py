@@ -77,7 +77,7 @@ class Pending:
         stacked = torch.stack(numbers)
         if stacked.device.type != "cuda":
             return cls(step, lr, stacked, time.perf_counter())
-        host = torch.empty_like(stacked, device="cpu", pin_memory=True).copy_(stacked, non_blocking=True)
+        host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True).copy_(stacked, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
         return cls(step, lr, host, event)
