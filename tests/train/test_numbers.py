@@ -142,8 +142,13 @@ def test_a_tracker_that_is_not_installed_is_named(option: dict, package: str, tm
 
 
 def test_a_vocabulary_that_is_too_small_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="vocab_size is 40, but the data has tokens up to 47"):
+    with pytest.raises(ValueError, match=r"model\.vocab_size is 40, but the data has 48 tokens"):
         train(tmp_path, model={"vocab_size": 40})
+
+
+def test_a_balance_loss_without_gates_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"gate_balance is 0\.1, but the model has no head gates"):
+        train(tmp_path, model={"head_gate": None}, gate_balance=0.1)
 
 
 def test_recall_is_learnt_and_its_accuracy_reported(tmp_path: Path) -> None:

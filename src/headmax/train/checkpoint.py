@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import shutil
 import warnings
 from collections.abc import Mapping
@@ -23,6 +22,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from headmax.train.config import CheckpointConfig
+from headmax.train.durable import sync_folder, write_text
 from headmax.train.faults import TrainingError
 from headmax.train.parallel import World
 
@@ -64,9 +64,8 @@ class Checkpoints:
         """Once every rank has written (which the first one hears last): manifest, rename, and away with what is too old."""
         written.result()
         if self.world.main:
-            write_durably(unfinished / PROGRESS, json.dumps(progress, indent=2))
-            write_durably(unfinished / MANIFEST, json.dumps({"files": fingerprints(unfinished)}, indent=2))
-            sync_folder(unfinished)
+            write_text(unfinished / PROGRESS, json.dumps(progress, indent=2))
+            write_text(unfinished / MANIFEST, json.dumps({"files": fingerprints(unfinished)}, indent=2))
             unfinished.rename(target)
             sync_folder(self.folder)
             self._prune()
@@ -92,28 +91,37 @@ class Checkpoints:
             finally:
                 self.writing = None
 
+    def close(self) -> None:
+        """Lets the one under way end, and all ranks leave together: the first is the last to be done."""
+        self.wait()
+        self.world.share(None)
+
     def newest(self) -> Path | None:
-        """The newest checkpoint that is whole. One that is not is renamed, and the one before it taken."""
+        """The newest checkpoint that is whole. Those after it are renamed, as the run will come by there again."""
         found = None
         if self.world.main:
-            for folder in reversed(finished(self.folder)):
-                if (wrong := problem(folder)) is None:
-                    found = folder
-                    break
+            found, broken = newest(self.folder)
+            for folder in broken:
                 aside = folder.with_name(folder.name + BROKEN)
                 shutil.rmtree(aside, ignore_errors=True)
                 folder.rename(aside)
-                logger.warning("%s is skipped: %s (kept as %s)", folder, wrong, aside.name)
         return self.world.share(found)
 
-    def load(self, folder: Path, state: dict[str, Any]) -> None:
-        """Fills `state`, whose tensors may be spread over ranks in another way than they were."""
-        dcp.load(
-            state,
-            storage_reader=dcp.FileSystemReader(folder),
-            process_group=self.group,
-            no_dist=self.world.size == 1,
-        )
+
+def load(folder: Path, state: dict[str, Any], alone: bool, group: dist.ProcessGroup | None = None) -> None:
+    """Fills `state`, whose tensors may be spread over ranks in another way than they were."""
+    dcp.load(state, storage_reader=dcp.FileSystemReader(folder), process_group=group, no_dist=alone)
+
+
+def newest(folder: Path) -> tuple[Path | None, list[Path]]:
+    """The newest checkpoint that is whole, and newer ones that are not, each of which is warned of."""
+    broken: list[Path] = []
+    for path in reversed(finished(folder)):
+        if (wrong := problem(path)) is None:
+            return path, broken
+        logger.warning("%s is skipped: %s", path, wrong)
+        broken.append(path)
+    return None, broken
 
 
 def finished(folder: Path) -> list[Path]:
@@ -154,23 +162,6 @@ def problem(folder: Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
     return next((f"{name} does not match its checksum" for name, file in expected.items() if found[name] != file), None)
-
-
-def write_durably(path: Path, text: str) -> None:
-    """The whole file, on disk, or an error."""
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Names too must reach the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def reason(error: BaseException) -> str:

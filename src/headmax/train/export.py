@@ -7,22 +7,18 @@ from pathlib import Path
 
 from headmax.models import HeadmaxConfig, HeadmaxForCausalLM
 from headmax.models.card import write_card
-from headmax.train.checkpoint import Checkpoints
-from headmax.train.config import CheckpointConfig
-from headmax.train.parallel import join
+from headmax.train import checkpoint
 
 
 def load_model(run: Path) -> HeadmaxForCausalLM:
-    """The model of a run's newest whole checkpoint, on the CPU."""
+    """The model of a run's newest whole checkpoint, on the CPU; the run may be going on."""
     if not (run / "config.json").is_file() or not (run / "checkpoints").is_dir():
         raise FileNotFoundError(f"{run}: no config.json and checkpoints there; give the --out folder of headmax train")
-    with join("cpu") as world:
-        checkpoints = Checkpoints(run / "checkpoints", CheckpointConfig(), world)
-        folder = checkpoints.newest()
-        if folder is None:
-            raise ValueError(f"{run}: no whole checkpoint there yet")
-        model = HeadmaxForCausalLM(HeadmaxConfig.from_dict(json.loads((run / "config.json").read_text())["model"]))
-        checkpoints.load(folder, {"model": model.state_dict()})
+    folder, _ = checkpoint.newest(run / "checkpoints")
+    if folder is None:
+        raise ValueError(f"{run}: no whole checkpoint there yet")
+    model = HeadmaxForCausalLM(HeadmaxConfig.from_dict(json.loads((run / "config.json").read_text())["model"]))
+    checkpoint.load(folder, {"model": model.state_dict()}, alone=True)
     return model
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -31,10 +32,12 @@ class Interrupted(Exception):
 
 
 class StopSignals:
-    """SIGTERM and SIGINT ask for a stop after the step; a second one has its usual effect."""
+    """SIGTERM and SIGINT ask for a stop after the step. Ten seconds later they have their usual effect again; until then they
+    may be echoes, as torchrun passes on what its processes have already heard from a terminal or a scheduler."""
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
+        self.since = 0.0
         self.before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopSignals:
@@ -47,8 +50,11 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received = signal.Signals(number)
-        self.__exit__()
+        if self.received is None:
+            self.received, self.since = signal.Signals(number), time.monotonic()
+        elif time.monotonic() - self.since > 10:
+            self.__exit__()
+            signal.raise_signal(number)
 
 
 def diagnose(model: nn.Module, compute: Callable[[], object], world: World) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from headmax.train.config import LogConfig
+from headmax.train.durable import write_text
 
 WINDOW, SPIKE, PEAK = 100, 5.0, 3.0
 STABILITY = {
@@ -32,10 +33,7 @@ class Log:
         self.trackers: list[TensorBoard | Wandb] = [TensorBoard(folder, after)] if config.tensorboard else []
         self.trackers += [Wandb(config.wandb, folder)] if config.wandb else []
         kept = "".join(json.dumps(line) + "\n" for line in read_lines(self.path) if line["step"] <= after)
-        if self.path.exists():
-            unfinished = self.path.with_name("metrics.jsonl.tmp")
-            unfinished.write_text(kept)
-            unfinished.replace(self.path)
+        write_text(self.path, kept)
         self.file = self.path.open("a")
 
     def write(self, line: Line) -> None:
@@ -141,7 +139,7 @@ def summarize(folder: Path) -> Line:
         "skipped_steps": [line["step"] for line in lines if line["skipped"]],
         "stability": {name: {"count": len(steps[name]), "steps": steps[name], "definition": text} for name, text in STABILITY.items()},
     }
-    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    write_text(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
     return summary
 
 

@@ -21,6 +21,7 @@ from headmax.models import HeadmaxConfig, HeadmaxForCausalLM
 from headmax.train import checkpoint
 from headmax.train.checkpoint import Checkpoints
 from headmax.train.config import TrainConfig, decisive, flatten
+from headmax.train.durable import write_text
 from headmax.train.evaluate import balance, evaluate
 from headmax.train.faults import Interrupted, StopSignals, TrainingError, diagnose
 from headmax.train.feed import Feed, predicted, to
@@ -47,7 +48,9 @@ def fit(
     Raises `Interrupted` after a signal, with all saved, and `TrainingError` where the run cannot go on.
     """
     if source.vocab_size > model.vocab_size:
-        raise ValueError(f"vocab_size is {model.vocab_size}, but the data has tokens up to {source.vocab_size - 1}: give the model more")
+        raise ValueError(f"model.vocab_size is {model.vocab_size}, but the data has {source.vocab_size} tokens: give at least as many")
+    if config.gate_balance > 0 and model.head_gate is None:
+        raise ValueError(f"gate_balance is {config.gate_balance}, but the model has no head gates")
     with join(config.device) as world:
         try:
             trainer = Trainer(model, config, source, validation, out, world, show or (lambda line: None))
@@ -58,7 +61,7 @@ def fit(
             finally:
                 trainer.close()
         except OSError as error:
-            raise TrainingError(f"cannot write to {out}: {error}") from error
+            raise TrainingError(f"cannot go on with {out}: {error}") from error
 
 
 @dataclass
@@ -116,7 +119,7 @@ class Trainer:
         self.log = Log(out, config.log, self.step) if world.main else None
         if world.main:
             config_json = {"model": model.to_dict(), "train": asdict(config), "data": source.identity}
-            (out / "config.json").write_text(json.dumps(config_json, indent=2) + "\n")
+            write_text(out / "config.json", json.dumps(config_json, indent=2) + "\n")
 
     def run(self) -> HeadmaxForCausalLM:
         pending: Pending | None = None
@@ -134,9 +137,9 @@ class Trainer:
                     if self.stop or self.step == end or self.due(self.config.checkpoint_every):
                         self.save()
                 if self.stop and self.step < end:
-                    self.checkpoints.wait()
+                    self.checkpoints.close()
                     raise Interrupted(self.signals.received or signal.SIGTERM, self.step)
-        self.checkpoints.wait()
+        self.checkpoints.close()
         if self.world.main:
             summarize(self.out)
             logger.info("%s: %d steps, summary.json has the numbers", self.out, self.step)
@@ -232,7 +235,7 @@ class Trainer:
         state, there, random = self.state(), checkpoint.keys(folder), f"rng_{self.world.rank}"
         # There may have been fewer ranks, or no GPU.
         state[random] = {name: x for name, x in state[random].items() if f"{random}.{name}" in there}
-        self.checkpoints.load(folder, state)
+        checkpoint.load(folder, state, alone=self.world.size == 1, group=self.checkpoints.group)
         set_state_dict(self.replica.module, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         restore_rng(state[random], self.world.device)
         self.step, self.skipped = progress["step"], progress["skipped"]
