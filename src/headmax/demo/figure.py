@@ -27,14 +27,16 @@ def draw(runs: dict[str, Run], task: MQAR, seed: int, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    tokens, _ = task.batch(1, torch.Generator().manual_seed(2_000_000 + seed))
-    model = runs["softmax"].model.eval()
+    time = 3 * task.num_pairs
+    tokens = task.held_out(seed).batch([0]).input_ids[:, :time]
+    model = runs["softmax"].model
+    assert model is not None
     with torch.no_grad():
-        gates = model(tokens, return_gates=True, use_cache=False).gates
+        gates = model.eval()(tokens, return_gates=True, use_cache=False).gates
     names = [f"k{i}" if i < task.vocab_size // 2 else f"v{i - task.vocab_size // 2}" for i in tokens[0].tolist()]
 
     rows = 2 * len(gates)
-    size = (max(8.0, 0.27 * task.time), 3.6 + 1.3 * rows)
+    size = (max(8.0, 0.27 * time), 3.6 + 1.3 * rows)
     figure, axes = plt.subplots(1 + rows, 1, figsize=size, height_ratios=[3, *[1] * rows], layout="constrained")
     curve = axes[0]
     for variant, run in runs.items():
@@ -46,10 +48,10 @@ def draw(runs: dict[str, Run], task: MQAR, seed: int, path: Path) -> None:
     panels = [(layer, kind, gate[0].T) for layer, pair in enumerate(gates) for kind, gate in zip(("read", "write"), pair, strict=True)]
     for panel, (layer, kind, gate) in zip(axes[1:], panels, strict=True):
         image = panel.imshow(gate, aspect="auto", cmap="Blues", vmin=0, vmax=1)
-        panel.scatter(range(task.time), gate.argmax(0), marker="o", s=9, color="#d0402f")
+        panel.scatter(range(time), gate.argmax(0), marker="o", s=9, color="#d0402f")
         panel.axvline(2 * task.num_pairs - 0.5, color="black", linewidth=1)
         panel.set(title=f"layer {layer}, {kind} gate: the winner of each token is marked", ylabel="head", yticks=range(gate.shape[0]))
-        panel.set_xticks(range(task.time), names, rotation=90, fontsize=6)
+        panel.set_xticks(range(time), names, rotation=90, fontsize=6)
         figure.colorbar(image, ax=panel, pad=0.01)
     figure.savefig(path, dpi=130)
     plt.close(figure)
