@@ -210,7 +210,7 @@ def bench_decode(
 
     Args:
         recipe: which model, by the name of its softmax twin or of its plain backbone.
-        peer: fla is flash-linear-attention through generate; hf is the softmax model through generate, compiled, and Llama on a static cache.
+        peer: fla is flash-linear-attention through generate; hf is the softmax model through generate, compiled, and Llama likewise.
         batches: sequences at a time.
         prompts: tokens of context before the timed steps; the first is also the prompt of whole generations.
         decoded: lengths of whole generations of one text, prompt included.

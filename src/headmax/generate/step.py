@@ -25,10 +25,12 @@ Layer = Callable[[Tensor, Slots, Place], Tensor]
 def layers(model: HeadmaxForCausalLM, path: Path) -> tuple[list[Layer], Callable[[Tensor], Tensor]]:
     """How each block decodes, and the head after them: in kernels, or by its own forward where it cannot or should not."""
     blocks = cast(Sequence[Block], model.model.layers)
+    if path == "auto" and model.device.type != "cuda":
+        path = "plain"  # where kernels could only be interpreted
     reasons = {block: "asked for" if path == "plain" else unfit(block) if path == "auto" else None for block in blocks}
-    said = {why for why in reasons.values() if why is not None}
-    if said and path == "auto" and model.device.type == "cuda":
-        logger.warning("decoding goes without fused kernels in some layers: %s", "; ".join(sorted(said)))
+    if path == "auto" and any(reasons.values()):
+        said = sorted({why for why in reasons.values() if why is not None})
+        logger.warning("decoding goes without fused kernels in some layers: %s", "; ".join(said))
     made: list[Layer] = [functools.partial(plain_step, block) for block in blocks]
     if all(reasons.values()):
         return made, lambda x: model.lm_head(model.model.norm(x)).float()

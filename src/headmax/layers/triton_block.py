@@ -101,11 +101,12 @@ class FusedMixer:
         parts |= dict(zip(("DECAYS", "BETAS"), terms.projections, strict=False))
         matrices = {name: matrix for name, matrix in parts.items() if matrix is not None}
         scores = {} if mixer.head_gate is None else score_rows(mixer.head_gate)
-        self.inputs = stack(list(matrices.values()), *scores.values())
         self.starts, start = dict.fromkeys(("DECAYS", "BETAS", "READS", "WRITES"), 0), 0
         for name, rows in ({name: m.out_features for name, m in matrices.items()} | {name: len(x) for name, x in scores.items()}).items():
             self.starts[name] = start
             start += rows
+        spare = norm.weight.new_zeros(-start % 16, len(norm.weight))  # the product's rows then start where 16 bytes can be loaded at once
+        self.inputs = stack(list(matrices.values()), *scores.values(), spare)
         self.swish = self.starts.pop("SWISH", None)
         self.taps = None if mixer.convs is None else torch.cat([conv.get_parameter("weight").detach() for conv in mixer.convs])
         self.output_norm: dict[str, Any] = {}
