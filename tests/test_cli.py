@@ -15,7 +15,10 @@ def headmax(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-m", "headmax", *arguments], capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("command", [[], ["recipes"], ["demo"], ["bench"], ["bench", "kernels"], ["bench", "train"], ["bench", "tune"]])
+@pytest.mark.parametrize(
+    "command",
+    [[], ["recipes"], ["demo"], ["bench"], ["bench", "kernels"], ["bench", "train"], ["bench", "tune"], ["bench", "decode"], ["generate"]],
+)
 def test_every_command_has_help(command: list[str]) -> None:
     done = headmax(*command, "--help")
     assert done.returncode == 0, done.stderr

@@ -1,5 +1,6 @@
 """The decoding step in kernels against the blocks' own forward, one token at a time."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -81,10 +82,14 @@ def assert_equal_to_plain(block: Block, rows: int = 1, tolerance: float = 2e-5, 
 
 
 @pytest.fixture(autouse=True)
-def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter takes its time for each."""
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The interpreter takes its time for each program, and threads would wait for each other."""
     if not GPU:
         monkeypatch.setattr(triton_linear, "processors", lambda device: 1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=["one", "few", "many"])
