@@ -110,8 +110,10 @@ def test_every_mixer_at_every_size_of_batch(mixer: str, rows: int) -> None:
 @pytest.mark.parametrize("source", ["head", "hidden_heads", "hidden"])
 @pytest.mark.parametrize("kind", ["softmax", "sigmoid", "uniform"])
 def test_every_gate(kind: str, source: str) -> None:
+    """With a convolution scores of heads are taken in the mixer's kernel, without one by the projection."""
     gate = HeadGateConfig(kind=kind, source=source, init_std=1.0, temperature=0.7, scale="heads")  # type: ignore[arg-type]
-    assert_equal_to_plain(make("gla", head_gate=gate))
+    for conv_size in (0, 4) if source == "head" else (0,):
+        assert_equal_to_plain(make("gla", head_gate=gate, conv_size=conv_size))
 
 
 @here
@@ -145,7 +147,8 @@ def test_convolutions_move_on(conv_size: int, rows: int) -> None:
 
 @here
 def test_more_value_heads_than_key_heads(rows: int) -> None:
-    assert_equal_to_plain(make("gated_deltanet", num_v_heads=6, head_v_dim=12), rows)
+    for conv_size in (4, 0):
+        assert_equal_to_plain(make("gated_deltanet", num_v_heads=6, head_v_dim=12, conv_size=conv_size), rows)
     if rows == 1:
         after = HeadGateConfig(read_position="after_norm", source="hidden", init_std=1.0)
         assert_equal_to_plain(make("gated_deltanet", num_v_heads=6, head_v_dim=12, head_gate=after))
