@@ -120,20 +120,13 @@ class TrainConfig:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
-        positive = {name: getattr(self, name) for name in ("token_budget", "sequence_length", "batch_tokens")}
-        positive |= {"compute.micro_batch": self.compute.micro_batch, "checkpoint.keep_last": self.checkpoint.keep_last}
-        positive |= {"max_steps": 1 if self.max_steps is None else self.max_steps, "max_skipped_steps": self.max_skipped_steps}
-        positive |= {"optim.lr": self.optim.lr, "optim.grad_clip": self.optim.grad_clip, "log.print_every": self.log.print_every}
-        positive |= {"eval.sequences": self.eval.sequences}
-        for name, value in positive.items():
-            if not value > 0:
-                raise ValueError(f"{name} must be positive, got {value}")
-        at_least_0 = {"checkpoint_every": self.checkpoint_every, "eval.every": self.eval.every, "gate_balance": self.gate_balance}
-        at_least_0 |= {"checkpoint.milestone_every": self.checkpoint.milestone_every, "optim.weight_decay": self.optim.weight_decay}
-        at_least_0 |= {"schedule.start_lr": self.schedule.start_lr, "schedule.final_lr": self.schedule.final_lr}
-        for name, value in at_least_0.items():
-            if not value >= 0:
-                raise ValueError(f"{name} must not be negative, got {value}")
+        fields = flatten(asdict(self))
+        for name in POSITIVE:
+            if fields[name] is not None and not fields[name] > 0:
+                raise ValueError(f"{name} must be positive, got {fields[name]}")
+        for name in NOT_NEGATIVE:
+            if not fields[name] >= 0:
+                raise ValueError(f"{name} must not be negative, got {fields[name]}")
         if self.batch_tokens % self.sequence_length:
             raise ValueError(f"batch_tokens {self.batch_tokens} must be a multiple of sequence_length {self.sequence_length}")
         if not 0 <= self.schedule.warmup_tokens <= self.token_budget:
@@ -153,6 +146,14 @@ class TrainConfig:
         return whole if self.max_steps is None else min(whole, self.max_steps)
 
 
+POSITIVE = (
+    *("token_budget", "sequence_length", "batch_tokens", "max_steps", "max_skipped_steps", "optim.lr", "optim.eps", "optim.grad_clip"),
+    *("compute.micro_batch", "checkpoint.keep_last", "eval.sequences", "log.print_every"),
+)
+NOT_NEGATIVE = (
+    *("gate_balance", "seed", "checkpoint_every", "optim.weight_decay", "schedule.start_lr", "schedule.final_lr"),
+    *("checkpoint.milestone_every", "eval.every"),
+)
 MAY_CHANGE = {
     *("max_steps", "checkpoint_every", "max_skipped_steps", "device", "parallel", "checkpoint", "eval", "log"),
     *("compute.micro_batch", "compute.compile", "compute.activation_checkpointing"),
