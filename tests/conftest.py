@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
 
         round_like_a_gpu()
 
-torch.set_num_threads(2)
+torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)  # the workers are two
 settings.register_profile("default", deadline=None, derandomize=True, max_examples=25)
 settings.load_profile("default")
 
