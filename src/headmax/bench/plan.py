@@ -325,10 +325,15 @@ def measured_steps() -> list[Measured]:
 
 
 def choose_efficiency(recipe: str, card: str, length: int, steps: Sequence[Measured]) -> tuple[float, str]:
-    """From the nearest measurement: the same model on the same card, else on another, else any model; and in words."""
+    """From the nearest measurement, of this model on this card or of what is most like them; and in words."""
+    plain = recipe.removeprefix("softmax-")
+    twins = [s for s in steps if s.recipe.removeprefix("softmax-") == plain]
+    family = [s for s in steps if s.recipe.removeprefix("softmax-").split("-")[0] == plain.split("-")[0]]
     for kind, same in (
-        ("", [s for s in steps if s.recipe == recipe and s.card == card]),
-        ("another card, ", [s for s in steps if s.recipe == recipe]),
+        ("", [s for s in twins if s.recipe == recipe and s.card == card]),
+        ("its twin, ", [s for s in twins if s.card == card]),
+        ("another card, ", twins),
+        ("another size, ", [s for s in family if s.card == card]),
         ("another model, ", [s for s in steps if s.card == card]),
         ("another model and card, ", list(steps)),
     ):
