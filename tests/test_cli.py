@@ -16,7 +16,7 @@ def headmax(*arguments: str) -> subprocess.CompletedProcess:
 
 
 COMMANDS = [[], ["recipes"], ["demo"], ["bench"], ["bench", "kernels"], ["bench", "train"], ["bench", "tune"], ["plan"], ["train"]]
-COMMANDS += [["data", "prepare"]]
+COMMANDS += [["data", "prepare"], ["bench", "decode"], ["generate"]]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -112,6 +112,8 @@ def test_kernel_benchmark_checks_before_it_times(tmp_path: Path) -> None:
         (["bench", "train", "--recipe", "softmax-gla-340n"], "unknown recipe 'softmax-gla-340n'; did you mean"),
         (["bench", "train"], "--device cuda: this machine has cpu"),
         (["bench", "tune"], "--device cuda: this machine has cpu"),
+        (["bench", "decode"], "--device cuda: this machine has cpu"),
+        (["bench", "decode", "--device", "cpu", "--batches", "0"], "--batches must be at least 1, got 0"),
         (["bench", "kernels", "--batch", "0"], "--batch must be at least 1, got 0"),
     ],
 )

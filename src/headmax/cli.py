@@ -259,7 +259,7 @@ def bench_decode(
 
     Args:
         recipe: which model, by the name of its softmax twin or of its plain backbone.
-        peer: fla is flash-linear-attention through generate; hf the softmax model through generate, compiled, and Llama on a static cache.
+        peer: fla is flash-linear-attention through generate; hf is the softmax model through generate, compiled, and Llama likewise.
         batches: sequences at a time.
         prompts: tokens of context before the timed steps; the first is also the prompt of whole generations.
         decoded: lengths of whole generations of one text, prompt included.
@@ -394,25 +394,21 @@ def generate(
 
     if prompt is not None and file is not None:
         raise ValueError("give --prompt or --file, not both")
+    text = file.read_text() if file is not None else prompt
+    if save_prefix is not None and text is None:
+        raise ValueError("--save-prefix needs --prompt or --file")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     _check_device(device)
     sampling = GREEDY if greedy else Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-    text = file.read_text() if file is not None else prompt
-    model = terminal.load(checkpoint, device, dtype and getattr(torch, dtype))
+    settings = terminal.Settings(max_new_tokens, sampling, stop)
     words = terminal.load_tokenizer(tokenizer or checkpoint)
+    model = terminal.load(checkpoint, device, dtype and getattr(torch, dtype))
     engine = Engine(model, max_batch=1, state_dtype=getattr(torch, state_dtype), max_length=max_length, tokenizer=words)
-    ends = model.config.eos_token_id
-    ends = [] if ends is None else [ends] if isinstance(ends, int) else ends
-    settings = terminal.Settings(max_new_tokens, sampling, stop, [token for token in ends if token < model.config.vocab_size])
     before = None if prefix is None else engine.load_prefix(prefix)
-    if save_prefix is not None:
-        if text is None:
-            raise ValueError("--save-prefix needs --prompt or --file")
-        read = engine.prefill(text, before)
-        read.save(save_prefix)
-        print(f"headmax: wrote {save_prefix}: {len(read):,} tokens, {read.nbytes() / 2**20:.1f} MiB", file=sys.stderr)
-    elif text is None:
+    if text is None:
         terminal.interact(engine, before, settings)
+    elif save_prefix is not None:
+        terminal.keep(engine, text, before, save_prefix)
     else:
         terminal.continue_text(engine, text, before, settings)
 

@@ -167,12 +167,14 @@ def drift(model: HeadmaxForCausalLM, tokens: Tensor, state_dtype: torch.dtype, m
 def agreement(model: HeadmaxForCausalLM, engine: Engine, prompt: Sequence[int], count: int) -> tuple[int | None, float]:
     """Where the engine's greedy tokens first differ from Hugging Face `generate`'s, and by how much the model itself prefers
     the one over the other there: (None, 0.0) if they are the same."""
-    mine = engine.generate(Request(prompt, max_new_tokens=count, sampling=GREEDY))[0].tokens
+    ends = model.config.eos_token_id
+    stop = [] if ends is None else [ends] if isinstance(ends, int) else ends
+    mine = engine.generate(Request(prompt, max_new_tokens=count, sampling=GREEDY, stop_tokens=stop))[0].tokens
     ids = torch.tensor([list(prompt)], device=model.device)
-    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": count, "min_new_tokens": count}
     hugging_face: Any = model
-    theirs = hugging_face.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, ids.shape[1] :].tolist()
-    for n, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+    whole = hugging_face.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count)
+    theirs = whole[0, ids.shape[1] :].tolist()
+    for n, (a, b) in enumerate(zip(mine, theirs, strict=False)):
         if a != b:
             with torch.no_grad():
                 logits = model(torch.tensor([[*prompt, *mine[:n]]], device=model.device), logits_to_keep=1).logits[0, -1]
@@ -268,9 +270,8 @@ def _measure(plan: Plan) -> Iterator[Record]:
         softmax = contenders["softmax"]
         tokens, marks = torch.tensor(random_tokens(softmax.model, plan.drift)), [plan.drift >> n for n in range(4, -1, -1)]
         for fed, largest, divergence in drift(softmax.model, tokens, torch.bfloat16, marks):
-            yield make(
-                f"{softmax.name} after {fed} tokens", "headmax", "bfloat16 state/largest logit difference", largest, "", KL=divergence
-            )
+            case = f"{softmax.name} after {fed} tokens"
+            yield make(case, "headmax", "bfloat16 state/logits apart", largest, "at most", KL=divergence)
 
 
 def line(record: Record) -> str:
