@@ -1,10 +1,12 @@
 """Two processes under DDP and FSDP2: the same run as on one, resumed bit for bit, and checkpoints that fit any number of them."""
 
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 from headmax.train.metrics import read_lines
 from tests.train.small import finish, launch, losses, parameters, poisoned, train
@@ -19,8 +21,18 @@ NARROW = {"compute_precision": "bfloat16", "max_steps": 20}
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The runs that these tests look at, made once: pytest's own workers share them."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "distributed"
+    with FileLock(folder.with_suffix(".lock")):
+        if not (folder / "made").exists():
+            make(folder)
+            (folder / "made").touch()
+    return folder
+
+
+def make(folder: Path) -> None:
     """Runs of one process, and of two: whole, and stopped half-way and resumed by other processes."""
-    folder = tmp_path_factory.mktemp("runs")
 
     def plan(name: str, **changes: object) -> dict:
         return {"out": str(folder / name), **LR, **changes}
@@ -44,7 +56,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("ddp", "fsdp"):
         train(folder / f"{name}-on-one", **LR)
     finish(two)
-    return folder
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])

@@ -45,7 +45,7 @@ def test_activation_checkpointing_and_compilation_change_nothing(tmp_path: Path,
     assert first_loss(tmp_path / "again", Walks(), compute_activation_checkpointing=True) == plain
     compiled = []
     compile_blocks = HeadmaxModel.compile_blocks
-    monkeypatch.setattr(HeadmaxModel, "compile_blocks", lambda self: compiled.append(compile_blocks(self, backend="aot_eager")))
+    monkeypatch.setattr(HeadmaxModel, "compile_blocks", lambda self: compiled.append(compile_blocks(self, backend="eager")))
     assert first_loss(tmp_path / "compiled", Walks(), compute_compile=True) == pytest.approx(plain, rel=1e-5)
     assert len(compiled) == 1
 
@@ -154,7 +154,7 @@ def test_a_balance_loss_without_gates_is_refused(tmp_path: Path) -> None:
 def test_recall_is_learnt_and_its_accuracy_reported(tmp_path: Path) -> None:
     recipe = recipes.get("mqar-softmax-linear").on(MQAR(num_pairs=2, vocab_size=8))
     torch.set_num_threads(1)
-    train = replace(recipe.train, token_budget=150 * recipe.train.batch_tokens, device="cpu", optim=OptimConfig(lr=1e-2))
+    train = replace(recipe.train, token_budget=60 * recipe.train.batch_tokens, device="cpu", optim=OptimConfig(lr=1e-2))
     source, held_out = recipe.sources(None)
     fit(recipe.model, train, source, tmp_path, validation=held_out)
     assert list(read_lines(tmp_path / "metrics.jsonl"))[-1]["validation"]["accuracy"] > 0.9
