@@ -364,6 +364,7 @@ def generate(
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     state_dtype: Literal["float32", "bfloat16"] = "float32",
     max_length: int | None = None,
+    compile: bool = False,
 ) -> None:
     """Continue a text with a model, shown as it comes; without --prompt and --file, line by line from standard input.
 
@@ -387,6 +388,7 @@ def generate(
         dtype: of the weights; bfloat16 on a GPU, float32 on a CPU unless given.
         state_dtype: of the recurrent states.
         max_length: most tokens of a text; needed by models with attention layers, and by no others.
+        compile: compile the model first, which takes its time; on a CPU every token is then faster.
     """
     import torch
 
@@ -403,6 +405,8 @@ def generate(
     settings = terminal.Settings(max_new_tokens, sampling, stop)
     words = terminal.load_tokenizer(tokenizer or checkpoint)
     model = terminal.load(checkpoint, device, dtype and getattr(torch, dtype))
+    if compile:
+        model.model.compile_blocks()
     engine = Engine(model, max_batch=1, state_dtype=getattr(torch, state_dtype), max_length=max_length, tokenizer=words)
     before = None if prefix is None else engine.load_prefix(prefix)
     if text is None:
