@@ -95,6 +95,7 @@ class Browser:
         self("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))")
 
     def mouse(self, selector: str, kind: str = "mouseMoved") -> None:
+        self.settle()
         x, y = self(f"(r => [r.x + r.width / 2, r.y + r.height / 2])(document.querySelector({json.dumps(selector)}).getClientRects()[0])")
         button = {} if kind == "mouseMoved" else {"button": "left", "clickCount": 1}
         self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **button)

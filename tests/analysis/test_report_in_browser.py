@@ -71,9 +71,8 @@ def test_the_keyboard_alone_is_enough(browser: Browser, traces: list[gates.Trace
     assert browser("document.querySelector('.readout').textContent").startswith(f"{query} ")
     shown = float(browser("document.querySelector('.readout b').textContent"))
     assert shown == pytest.approx(float(traces[0].layers[1].agreement()[query, key]), abs=3e-4)  # of gates with four digits
-    unnamed = browser(
-        "[...document.querySelectorAll('button, select, canvas[tabindex], .words')].filter(x => !(x.ariaLabel || x.textContent.trim())).length"
-    )
+    controls = "document.querySelectorAll('button, select, canvas[tabindex], .words')"
+    unnamed = browser(f"[...{controls}].filter(x => !(x.ariaLabel || x.textContent.trim())).length")
     assert unnamed == 0
 
 

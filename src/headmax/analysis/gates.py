@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from headmax.generate.terminal import load, load_tokenizer
+from headmax.layers import HeadGateConfig
 from headmax.models import HeadmaxForCausalLM
 
 DEAD = 0.1
@@ -95,7 +96,7 @@ class Trace:
 def trace(model: HeadmaxForCausalLM, ids: Tensor, tokens: Sequence[str], name: str) -> Trace:
     """The gates of `model` on `ids` [time], whose texts are `tokens`. No logits are computed."""
     config = model.config.head_gate
-    if config is None:
+    if not isinstance(config, HeadGateConfig):
         raise ValueError(f"{name}: the model has no head gates to look at (head_gate is None)")
     if ids.ndim != 1 or len(ids) != len(tokens) or not len(ids):
         raise ValueError(f"{name}: ids must be [time] with one text each and at least one, got {list(ids.shape)} and {len(tokens)} texts")

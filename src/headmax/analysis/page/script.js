@@ -1,5 +1,5 @@
 "use strict";
-(() => {
+(async () => {
   const DATA = JSON.parse(document.getElementById("data").textContent);
   const TOKENS = DATA.tokens, COUNT = TOKENS.length, PALETTE = 8, CHUNK = 200, BINS = 256;
   const BORDERS = ["none", "solid", "dashed", "dotted", "double"];
@@ -8,23 +8,18 @@
   const $ = id => document.getElementById(id);
 
   // --- data ---------------------------------------------------------------------------------------------------------------------
-  function bytes(text) {
-    const raw = atob(text), out = new Uint8Array(raw.length);
-    for (let n = 0; n < raw.length; n++) out[n] = raw.charCodeAt(n);
-    return out;
-  }
-  function lazy(object, name, make) {
-    Object.defineProperty(object, name, { configurable: true, get() {
-      const value = make();
-      Object.defineProperty(object, name, { value });
-      return value;
-    } });
+  async function inflate(text) {
+    const raw = atob(text), packed = new Uint8Array(raw.length);
+    for (let n = 0; n < raw.length; n++) packed[n] = raw.charCodeAt(n);
+    return new Uint8Array(await new Response(new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"))).arrayBuffer());
   }
   class Gate {
-    constructor(raw) {
-      Object.assign(this, { heads: raw.heads, meanEntropy: raw.entropy, load: raw.load, wins: raw.wins, dead: new Set(raw.dead) });
-      lazy(this, "units", () => new Uint16Array(bytes(raw.shares).buffer));
-      lazy(this, "winners", () => bytes(raw.winners));
+    static async of(raw) {
+      if (!raw) return null;
+      const [shares, winners] = await Promise.all([inflate(raw.shares), inflate(raw.winners)]), gate = new Gate();
+      const half = shares.length / 2, units = new Uint16Array(half);
+      for (let n = 0; n < half; n++) units[n] = 256 * shares[n] + shares[half + n];  // high bytes first, then low ones
+      return Object.assign(gate, { units, winners, heads: raw.heads, meanEntropy: raw.entropy, load: raw.load, wins: raw.wins, dead: new Set(raw.dead) });
     }
     share(token, head) { return this.units[token * this.heads + head] / DATA.unit; }
     winner(token) { return this.winners[token] === DATA.tie ? null : this.winners[token]; }
@@ -61,7 +56,11 @@
 
   // --- drawing ------------------------------------------------------------------------------------------------------------------
   const escaped = text => text.replace(/[&<>"]/g, c => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" })[c]);
-  const visible = text => escaped(text).replace(/\n/g, "<i>↵</i>\n").replace(/\t/g, "<i>⇥</i>\t");
+  /** A token as a span; the line breaks at its end come after it. */
+  function visible(text, token) {
+    const [, body, breaks] = text.match(/^([^]*?)(\n*)$/), shown = escaped(body).replace(/\n/g, "<i>↵</i>\n").replace(/\t/g, "<i>⇥</i>\t");
+    return `<span class="t" data-i="${token}">${shown + "<i>↵</i>".repeat(breaks.length) || "<i>∅</i>"}</span>${breaks}`;
+  }
   const plain = text => text.replace(/\n/g, "↵").replace(/\t/g, "⇥").replace(/ /g, "␣");
   function make(tag, properties = {}, ...children) {
     const node = Object.assign(document.createElement(tag), properties);
@@ -86,19 +85,22 @@
     const won = gate.winner(token), bits = gate.entropy(token);
     const rows = range(gate.heads).map(h => {
       const share = gate.share(token, h);
-      return `<span class="chip${h === won ? " top" : ""}" style="${paint(h, h === won ? 1 : 0.3)}">head ${h}</span><span class="track"><b style="width:${share * 100}%;background:var(--h${h % PALETTE})"></b>` +
+      return `<span class="chip${h === won ? " top" : ""}" style="${paint(h, h === won ? 1 : 0.3)}">${gate.heads > PALETTE ? "" : "head "}${h}</span><span class="track"><b style="width:${share * 100}%;background:var(--h${h % PALETTE})"></b>` +
         `<u style="left:${100 / gate.heads}%"></u></span><span class="${h === won ? "top" : ""}" data-head="${h}">${fixed(share)}</span>`;
     });
-    return `<div class="dist" data-gate="${title.toLowerCase()}"><h3>${title}<span>${won === null ? "tie" : `head ${won} wins`}, ${bits.toFixed(3)} bits</span></h3><div class="rows">${rows.join("")}</div></div>`;
+    return `<div class="dist" data-gate="${title.toLowerCase()}"><h3>${title}<span>${won === null ? "tie" : `head ${won} wins`}, ${bits.toFixed(3)} bits</span></h3><div class="rows${gate.heads > PALETTE ? " many" : ""}">${rows.join("")}</div></div>`;
   }
 
   // --- one model ----------------------------------------------------------------------------------------------------------------
   class Pane {
-    constructor(model, alone) {
-      this.model = model;
-      this.layers = new Map(model.layers.map(raw => [raw.index, {
-        index: raw.index, mixer: raw.mixer, read: raw.read && new Gate(raw.read), write: raw.write && new Gate(raw.write) }]));
+    static async of(model, alone) {
+      const layers = await Promise.all(model.layers.map(async raw => ({ index: raw.index, mixer: raw.mixer, read: await Gate.of(raw.read), write: await Gate.of(raw.write) })));
+      return new Pane(model.name, new Map(layers.map(layer => [layer.index, layer])), alone);
+    }
+    constructor(name, layers, alone) {
+      this.layers = layers;
       this.words = make("div", { className: "words", tabIndex: 0, role: "group", "aria-label": `Text of ${TOKENS.length} tokens; left and right arrows move between tokens, up and down between layers` });
+      this.heading = make("h2");
       this.legend = make("div", { className: "legend", "aria-label": "Colours of the heads" });
       this.token = make("section", { className: "card inspector", "aria-label": "Selected token" });
       this.load = make("section", { className: "card load", "aria-label": "Load of the heads" });
@@ -113,9 +115,9 @@
       size.onchange = () => update({ window: +size.value });
       this.size = size;
       const heading = (title, side) => make("header", {}, make("h2", { textContent: title }), side);
-      this.root = make("section", { className: "pane", "aria-label": model.name },
-        ...(alone ? [] : [make("h2", { className: "name", textContent: model.name })]),
-        make("section", { className: "card text" }, heading("Who wins each token", this.legend), this.words),
+      this.root = make("section", { className: "pane", "aria-label": name },
+        ...(alone ? [] : [make("h2", { className: "name", textContent: name })]),
+        make("section", { className: "card text" }, make("header", {}, this.heading, this.legend), this.words),
         make("div", { className: "side" }, this.token, this.load),
         make("section", { className: "card map" }, heading("What a query can reach", size),
           make("div", { className: "body" }, make("p", { className: "quiet", innerHTML:
@@ -135,7 +137,7 @@
       for (let from = 0, to; from < COUNT; from = to) {
         const html = [];
         for (to = Math.min(COUNT, from + CHUNK); to < COUNT && to < from + 2 * CHUNK && !TOKENS[to - 1].endsWith("\n");) to++;  // a chunk starts a line
-        for (let t = from; t < to; t++) html.push(`<span class="t" data-i="${t}">${visible(TOKENS[t]) || "<i>∅</i>"}</span>`);
+        for (let t = from; t < to; t++) html.push(visible(TOKENS[t], t));
         const chunk = make("div", { className: "chunk", innerHTML: html.join("") });
         chunk.dataset.from = from;
         this.words.append(chunk);
@@ -159,12 +161,15 @@
         const later = state.colour === "reach" && token > state.token;
         span.classList.toggle("out", later);
         if (reach && !later) {
-          span.style.cssText = `background:color-mix(in srgb,var(--above) calc(var(--most) * ${above(agreement(this.layer, state.token, token), 0).toFixed(3)} * 1%),transparent)`;
+          span.style.cssText = `background:color-mix(in srgb,var(--above) calc(var(--most) * ${(agreement(this.layer, state.token, token) / this.farthest).toFixed(3)} * 1%),transparent)`;
         } else span.style.cssText = won === null || state.colour === "reach" ? "" : paint(won, above(gate.share(token, won), even));
       }
       chunk.drawn = this.version;
     }
     recolour() {
+      if (state.colour === "reach" && this.layer && this.layer.read && this.layer.write) {
+        this.farthest = Math.max(1e-9, ...range(state.token + 1).map(key => agreement(this.layer, state.token, key)));
+      }
       this.version = (this.version || 0) + 1;
       for (const chunk of this.seen) this.colour(chunk);
     }
@@ -191,7 +196,9 @@
         (this.layer ? part(this.layer.read, "Read") + part(this.layer.write, "Write") : this.missing());
     }
     legends() {
-      this.legend.innerHTML = state.colour === "reach" ? `<span class="quiet">how much of each token before it the selected token can reach</span>`
+      const reach = state.colour === "reach";
+      this.heading.textContent = reach ? `What token ${state.token} can reach` : "Who wins each token";
+      this.legend.innerHTML = reach ? (this.layer && this.layer.read && this.layer.write ? `<span class="quiet">full colour: C = ${fixed(this.farthest)}</span>` : "")
         : this.gate ? range(this.gate.heads).map(h => `<span class="chip" style="${paint(h, 0.8)}">head ${h}</span>`).join("") : "";
     }
 
@@ -328,7 +335,7 @@
   }
 
   // --- all of it ----------------------------------------------------------------------------------------------------------------
-  const panes = DATA.models.map(model => new Pane(model, DATA.models.length === 1));
+  const panes = await Promise.all(DATA.models.map(model => Pane.of(model, DATA.models.length === 1)));
   const tip = $("tip");
   function showTip(pane, span, token) {
     const gate = pane.gate;
