@@ -424,6 +424,20 @@ def reproduce_readme(path: Path = Path("README.md")) -> None:
     update(path)
 
 
+def reproduce_theory(out: Path = Path("runs/theory")) -> None:
+    """Run the paper's proposition and theorems, and the norm's effect on the read gate, as experiments: pictures and records.
+
+    Args:
+        out: where they go.
+    """
+    from headmax.analysis.theory_figures import reproduce
+
+    for record in reproduce(out):
+        settings = ", ".join(f"{name} {value:g}" for name, value in record.extra.items())
+        print(f"{record.case:44} {record.metric:36} {record.value:10.3g} {record.unit:6} {settings}".rstrip())
+    print(f"headmax: wrote {out}")
+
+
 def main() -> None:
     try:
         import tyro
@@ -446,6 +460,7 @@ def main() -> None:
     app.command(bench, name="bench")
     reproduce = tyro.extras.SubcommandApp()
     reproduce.command(name="readme")(reproduce_readme)
+    reproduce.command(name="theory")(reproduce_theory)
     app.command(reproduce, name="reproduce")
     try:
         app.cli(prog="headmax", description="Softmax Linear Attention: a softmax over heads.")
