@@ -19,7 +19,7 @@ def test_statistics_of_a_gate_by_hand() -> None:
     assert gate.entropy.tolist() == pytest.approx([1.5, 0.0, 1.0, 2.0])
     assert gate.load.tolist() == [0.3125, 0.5, 0.125, 0.0625]
     assert gate.wins.tolist() == [0.25, 0.25, 0.0, 0.0]
-    assert gate.dead.tolist() == [False] * 4  # the last wins nothing, but has a quarter of an even share
+    assert gate.dead.tolist() == [False] * 4  # the last has a quarter of an even share
     assert Gate(torch.tensor([[0.6, 0.4, 0.0], [0.4, 0.59, 0.01]])).dead.tolist() == [False, False, True]
     assert Gate(torch.ones(3, 1)).winners.tolist() == [0, 0, 0]
 

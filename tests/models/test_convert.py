@@ -176,6 +176,7 @@ def test_our_ops_against_their_naive_functions() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("untuned")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("kind", "settings"), [*KINDS.items()])
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,9 +15,7 @@ from torch import Tensor
 from headmax.generate.terminal import load, load_tokenizer
 from headmax.layers import HeadGateConfig
 from headmax.models import HeadmaxForCausalLM
-
-DEAD = 0.1
-"""A head that wins no token and holds less than this part of an even share is called dead."""
+from headmax.train.evaluate import DEAD
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Gate:
     @cached_property
     def entropy(self) -> Tensor:
         """[time], in bits: 0 where one head takes all, log2(heads) where all share evenly."""
-        return -torch.special.xlogy(self.distribution, self.distribution).sum(-1) / torch.log(torch.tensor(2.0))
+        return torch.special.entr(self.distribution).sum(-1) / math.log(2)
 
     @cached_property
     def load(self) -> Tensor:
@@ -61,8 +60,8 @@ class Gate:
 
     @cached_property
     def dead(self) -> Tensor:
-        """[heads] bool: wins nothing on this text, and gets next to nothing."""
-        return (self.wins == 0) & (self.load < DEAD / self.heads)
+        """[heads] bool: gets next to nothing on this text, by the trainer's measure."""
+        return self.load < DEAD / self.heads
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from headmax.ops import head_gate
 
 def entropy(p: Tensor) -> Tensor:
     """Over the last axis, in bits."""
-    return -torch.special.xlogy(p, p).sum(-1) / math.log(2)
+    return torch.special.entr(p).sum(-1) / math.log(2)
 
 
 def gate(scores: Tensor, factors: Tensor) -> Tensor:

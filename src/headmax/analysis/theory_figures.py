@@ -50,7 +50,7 @@ def _theorem_1(plt: Any, make: Recorder, folder: Path) -> list[Record]:
     figure, axes = plt.subplots(figsize=(5.2, 3.2))
     for name, scores in found.scores.items():
         bits = found.entropy(name)
-        axes.plot(found.factors[1:], bits[1:], label=f"{name} → {abs(float(theory.entropy(theory.limit_gate(scores)))):.0f} bits")
+        axes.plot(found.factors[1:], bits[1:], label=f"{name} → {float(theory.entropy(theory.limit_gate(scores))):.0f} bits")
         made.append(make(f"theorem 1, {name}", "headmax", "largest rise of entropy", float(bits.diff().max().clamp(min=0)), "bits"))
         distance = float((found.gates[name][-1] - theory.limit_gate(scores)).abs().max())
         made.append(make(f"theorem 1, {name}", "headmax", "distance from the limit", distance, "", factor=float(found.factors[-1])))

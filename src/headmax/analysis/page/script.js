@@ -191,7 +191,7 @@
       const part = (gate, title) => gate ? `<div class="dist"><h3>${title}<span>${gate.meanEntropy.toFixed(3)} bits on average</span></h3><div class="rows">` +
         `<span class="head">head</span><span class="head">mean share</span><span class="head"></span><span class="head">tokens won</span>` +
         range(gate.heads).map(h => `<span class="chip" style="${paint(h, 0.5)}">${h}</span><span class="track"><b style="width:${gate.load[h] * 100}%;background:var(--h${h % PALETTE})"></b><u style="left:${100 / gate.heads}%"></u></span>` +
-          `<span>${fixed(gate.load[h])}</span><span>${gate.dead.has(h) ? '<span class="flag">dead</span>' : `${(gate.wins[h] * 100).toFixed(1)} %`}</span>`).join("") + "</div></div>" : "";
+          `<span>${fixed(gate.load[h])}</span><span>${gate.dead.has(h) ? '<span class="flag" title="less than a tenth of an even share">dead</span> ' : ""}${(gate.wins[h] * 100).toFixed(1)} %</span>`).join("") + "</div></div>" : "";
       this.load.innerHTML = "<header><h2>Load of the heads</h2><span class=quiet>line: an even share</span></header>" +
         (this.layer ? part(this.layer.read, "Read") + part(this.layer.write, "Write") : this.missing());
     }
