@@ -56,6 +56,7 @@ def test_demo_draws_records_and_says_who_won(tmp_path: Path) -> None:
     done = headmax("demo", "--pairs", "2", "--steps", "4", "--out", str(tmp_path), "--record", str(tmp_path / "all.jsonl"))
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "demo.png").stat().st_size > 10_000
+    assert '" k' in (tmp_path / "report.html").read_text()
     made = list(records.read(tmp_path / "records.jsonl"))
     assert made == list(records.read(tmp_path / "all.jsonl"))
     assert {record.extra["variant"] for record in made} == set(demo.VARIANTS)

@@ -418,6 +418,52 @@ def generate(
         terminal.continue_text(engine, text, before, settings)
 
 
+def inspect(
+    checkpoint: Path,
+    /,
+    text: str | None = None,
+    file: Path | None = None,
+    out: Path = Path("report.html"),
+    compare: Path | None = None,
+    tokenizer: Path | None = None,
+    max_tokens: int = 10_000,
+    device: str = "cpu",
+) -> None:
+    """Look at the gates of a model on a text: writes one HTML file that opens in a browser, without a network.
+
+    Args:
+        checkpoint: a folder with config.json, safetensors files and a tokenizer.
+        text: the text.
+        file: a file with the text.
+        out: the file to write.
+        compare: another checkpoint with the same tokenizer, shown beside the first.
+        tokenizer: a folder with the tokenizer, if it is not beside the model.
+        max_tokens: longer texts are cut there.
+        device: cpu or cuda.
+    """
+    from rich.console import Console
+
+    from headmax.analysis import gates, report
+
+    if (text is None) == (file is None):
+        raise ValueError("give the text with --text or --file, one of the two")
+    if max_tokens < 1:
+        raise ValueError(f"--max-tokens must be at least 1, got {max_tokens}")
+    _check_device(device)
+    words = file.read_text() if file is not None else text or ""
+    folders = [checkpoint] + ([] if compare is None else [compare])
+    whole = len({folder.resolve().name for folder in folders}) < len(folders)  # two of the same name go by their paths
+    traces = []
+    console = Console(stderr=True)
+    for folder in folders:
+        name = str(folder) if whole else folder.resolve().name
+        with console.status(f"reading with {name}"):
+            traces.append(gates.of_checkpoint(folder, words, name=name, tokenizer=tokenizer, most=max_tokens, device=device))
+    report.write(out, traces)
+    cut = f", cut at --max-tokens {max_tokens:,}" * (len(traces[0].tokens) == max_tokens)
+    print(f"headmax: wrote {out}: {len(traces[0].tokens):,} tokens{cut}, {out.stat().st_size / 2**20:.1f} MiB")
+
+
 def data_prepare(
     inputs: tuple[str, ...],
     /,
@@ -554,6 +600,20 @@ def reproduce_readme(path: Path = Path("README.md")) -> None:
     update(path)
 
 
+def reproduce_theory(out: Path = Path("runs/theory")) -> None:
+    """Run the paper's proposition and theorems, and the norm's effect on the read gate, as experiments: pictures and records.
+
+    Args:
+        out: where they go.
+    """
+    from headmax.analysis.theory_figures import reproduce
+
+    for record in reproduce(out):
+        settings = ", ".join(f"{name} {value:g}" for name, value in record.extra.items())
+        print(f"{record.case:44} {record.metric:36} {record.value:10.3g} {record.unit:6} {settings}".rstrip())
+    print(f"headmax: wrote {out}")
+
+
 def main() -> None:
     try:
         import tyro
@@ -568,6 +628,7 @@ def main() -> None:
     app.command(convert)
     app.command(train_command(sys.argv[1:]))
     app.command(generate)
+    app.command(inspect)
     app.command(plan)
     data = tyro.extras.SubcommandApp()
     data.command(name="prepare")(data_prepare)
@@ -581,6 +642,7 @@ def main() -> None:
     app.command(bench, name="bench")
     reproduce = tyro.extras.SubcommandApp()
     reproduce.command(name="readme")(reproduce_readme)
+    reproduce.command(name="theory")(reproduce_theory)
     app.command(reproduce, name="reproduce")
     try:
         app.cli(prog="headmax", description="Softmax Linear Attention: a softmax over heads.")

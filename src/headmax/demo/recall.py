@@ -35,7 +35,8 @@ class Run:
 
 def run(*, seed: int, heads: int, pairs: int, key: int, steps: int, out: Path, record: Path | None) -> None:
     """Trains the variants on the same data from the same seed, draws the picture, prints the table and what earlier seeds gave."""
-    from headmax.demo.figure import draw, require_matplotlib
+    from headmax.analysis.style import require_matplotlib
+    from headmax.demo.figure import draw, show_gates
 
     require_matplotlib()
     if steps < 1:
@@ -80,6 +81,8 @@ def run(*, seed: int, heads: int, pairs: int, key: int, steps: int, out: Path, r
     if record is not None:
         records.append(record, made)
     draw(runs, task, seed, out / "demo.png")
+    assert runs["softmax"].model is not None
+    show_gates(runs["softmax"].model, task, seed, out / "report.html")
 
     table = Table("", "accuracy", "mean over training", title=f"after {steps} steps, seed {seed}", title_justify="left", box=None)
     for variant, r in runs.items():
@@ -88,7 +91,7 @@ def run(*, seed: int, heads: int, pairs: int, key: int, steps: int, out: Path, r
     console.print(verdict({variant: mean(r.accuracy) for variant, r in runs.items()}))
     for line in earlier_seeds(RECORDS):
         console.print(line, soft_wrap=True)
-    console.print(f"Picture: {out / 'demo.png'}")
+    console.print(f"Picture: {out / 'demo.png'}. Who wins each token: open {out / 'report.html'} in a browser.", soft_wrap=True)
 
 
 def mean(values: list[float]) -> float:

@@ -176,7 +176,8 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
                 packing=packing,
                 mask=full_mask if attends else mask,
             )
-            gates.append(gate)
+            if return_gates:
+                gates.append(gate)
             if layer is not None and use_cache:
                 layer.advance(state, time)
         x = self.norm(x)
