@@ -27,10 +27,11 @@ def steps(fate: str) -> Iterator[Record]:
     yield make("case", "impl", "second", 2.0, "s")
 
 
-@pytest.mark.parametrize(("fate", "count", "said"), [("ends", 2, ""), ("hangs", 1, "stopped after 8 s"), ("dies", 1, "failed")])
+@pytest.mark.parametrize(("fate", "count", "said"), [("ends", 2, ""), ("hangs", 1, "stopped after 25 s"), ("dies", 1, "failed")])
 def test_what_was_measured_survives_a_process_that_does_not(fate: str, count: int, said: str) -> None:
+    """A process may take seconds to start on a busy machine: only the one that hangs is waited for."""
     words: list[str] = []
-    found = isolated(steps, fate, limit=8, say=words.append, environment={"HEADMAX_TEST_VALUE": "7"})
+    found = isolated(steps, fate, limit=25 if fate == "hangs" else 200, say=words.append, environment={"HEADMAX_TEST_VALUE": "7"})
     assert [record.metric for record in found] == ["first", "second"][:count]
     assert found[0].value == 7
     assert said in " ".join(words)
