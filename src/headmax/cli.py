@@ -367,6 +367,78 @@ def generate(
         terminal.continue_text(engine, text, before, settings)
 
 
+def evaluate(
+    checkpoint: Path,
+    /,
+    tasks: str = "commonsense,retrieval,niah,mqar",
+    data_dir: Path | None = None,
+    limit: int | None = None,
+    out: Path | None = None,
+    device: str | None = None,
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] | None = None,
+    max_length: int | None = None,
+    stage: Literal["all", "requests", "score", "metrics"] = "all",
+    work: Path | None = None,
+    tokenizer: Path | None = None,
+    name: str | None = None,
+    batch_tokens: int = 16_384,
+    seed: int = 42,
+) -> None:
+    """The paper's evaluation of a checkpoint: requests, then scores, then metrics; started again, it goes on where it was.
+
+    Args:
+        checkpoint: a folder with config.json, safetensors files and a tokenizer.
+        tasks: tasks and groups, separated by commas; groups are commonsense, retrieval, niah and mqar.
+        data_dir: a folder with the tasks' files; without it they come from the hub.
+        limit: only the first so many documents of each task.
+        out: append the records to this file; records.jsonl in the work folder unless given.
+        device: cpu or cuda; cuda where there is one.
+        dtype: of the weights; bfloat16 on a GPU, float32 on a CPU unless given.
+        max_length: most tokens read at a time; what is beyond is cut, counted and reported. No limit unless given (retrieval: 4096).
+        stage: only one of them; score needs torch, transformers and the work folder with requests.jsonl alone.
+        work: the folder for requests.jsonl and scores.jsonl; runs/eval/ and the checkpoint's name unless given.
+        tokenizer: a folder with the tokenizer, if it is not beside the model.
+        name: what to call the model in records; the recipe's name or the folder's unless given.
+        batch_tokens: most tokens in one forward pass.
+        seed: of needles and recall sequences.
+    """
+    from headmax.eval import terminal
+    from headmax.eval.run import Settings
+
+    settings = Settings(data_dir, limit, max_length, seed)
+    place = terminal.Place(checkpoint, tokenizer or checkpoint, work or Path("runs/eval") / checkpoint.resolve().name, device, dtype, name)
+    if device is not None:
+        _check_device(device)
+    failures = terminal.run(place, tasks, settings, stage, out, batch_tokens)
+    for line in failures:
+        print(f"headmax: {line}", file=sys.stderr)
+    if failures:
+        sys.exit(2)
+
+
+def reproduce_tables(
+    records: tuple[Path, ...] = (),
+    scale: str = "340m",
+    form: Literal["markdown", "latex"] = "markdown",
+    out: Path | None = None,
+) -> None:
+    """Render the paper's three tables: its figures, ours beside them where there are records, deltas to the backbone, chance.
+
+    Args:
+        records: files with records of `headmax eval`; the repository's own unless given.
+        scale: which models are ours: those whose recipe or name ends with it.
+        form: Markdown or LaTeX.
+        out: write to this file instead of standard output.
+    """
+    from headmax.eval.tables import RECORDS, render
+
+    text = render(records or (RECORDS,), scale, form)
+    if out is None:
+        print(text, end="")
+    else:
+        out.write_text(text)
+
+
 def reproduce_readme(path: Path = Path("README.md")) -> None:
     """Render the README's figures anew from the committed records.
 
@@ -391,6 +463,7 @@ def main() -> None:
     app.command(demo)
     app.command(convert)
     app.command(generate)
+    app.command(evaluate, name="eval")
     bench = tyro.extras.SubcommandApp()
     bench.command(name="kernels")(bench_kernels)
     bench.command(name="train")(bench_train)
@@ -399,6 +472,7 @@ def main() -> None:
     app.command(bench, name="bench")
     reproduce = tyro.extras.SubcommandApp()
     reproduce.command(name="readme")(reproduce_readme)
+    reproduce.command(name="tables")(reproduce_tables)
     app.command(reproduce, name="reproduce")
     try:
         app.cli(prog="headmax", description="Softmax Linear Attention: a softmax over heads.")
