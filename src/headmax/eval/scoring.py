@@ -207,7 +207,13 @@ class Scorer:
                     for n in members
                 ]
             )
-            yield [Score(requests[n].id, text=text.text, tokens=text.tokens) for n, text in zip(members, made, strict=True)]
+            yield [self._text(requests[n], completion.tokens) for n, completion in zip(members, made, strict=True)]
+
+    def _text(self, request: Request, tokens: list[int]) -> Score:
+        """Decoded at once, not as it came: where bytes are no text the two differ."""
+        assert self.tokenizer is not None
+        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return Score(request.id, text=min((text.partition(stop)[0] for stop in request.until), key=len, default=text), tokens=tokens)
 
     @property
     def engine_rows(self) -> int:
