@@ -406,10 +406,10 @@ def evaluate(
     from headmax.eval.run import Settings
 
     settings = Settings(data_dir, limit, max_length, seed)
-    place = terminal.Place(checkpoint, tokenizer or checkpoint, work or Path("runs/eval") / checkpoint.resolve().name, device, dtype, name)
+    place = terminal.Place(checkpoint, tokenizer or checkpoint, work or Path("runs/eval") / checkpoint.resolve().name, name)
     if device is not None:
         _check_device(device)
-    failures = terminal.run(place, tasks, settings, stage, out, batch_tokens)
+    failures = terminal.run(place, tasks, settings, stage, out, device, dtype, batch_tokens)
     for line in failures:
         print(f"headmax: {line}", file=sys.stderr)
     if failures:
@@ -463,7 +463,7 @@ def main() -> None:
     app.command(demo)
     app.command(convert)
     app.command(generate)
-    app.command(evaluate, name="eval")
+    app.command(name="eval")(evaluate)
     bench = tyro.extras.SubcommandApp()
     bench.command(name="kernels")(bench_kernels)
     bench.command(name="train")(bench_train)

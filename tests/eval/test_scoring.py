@@ -65,9 +65,7 @@ def test_log_likelihoods_are_those_of_the_harness(task: str, tokenizer: PreTrain
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("batch_tokens", [40, 100_000])
-def test_every_model_scores_as_if_read_plainly(
-    name: str, batch_tokens: int, tokenizer: PreTrainedTokenizerFast, data_dir: Path
-) -> None:
+def test_every_model_scores_as_if_read_plainly(name: str, batch_tokens: int, tokenizer: PreTrainedTokenizerFast, data_dir: Path) -> None:
     """Short batches cut documents and contexts into pieces; long ones hold everything."""
     model = make_model(name).double()
     for task in ("hellaswag", "winogrande", "wikitext"):
@@ -94,7 +92,9 @@ def test_float32_changes_nothing_that_matters(task: str, tokenizer: PreTrainedTo
         assert abs(math.expm1(mean / sum(len(request.targets) for request in asked))) < 1e-4
 
 
-@pytest.mark.parametrize(("name", "task"), [("gla", "squad_completion"), ("retnet", "swde"), ("gated_deltanet", "fda"), ("attention", "swde")])
+@pytest.mark.parametrize(
+    ("name", "task"), [("gla", "squad_completion"), ("retnet", "swde"), ("gated_deltanet", "fda"), ("attention", "swde")]
+)
 def test_generated_texts_are_those_of_the_harness(name: str, task: str, tokenizer: PreTrainedTokenizerFast, data_dir: Path) -> None:
     model = make_model(name).double()
     asked, instances = ask(task, tokenizer, model, Settings(data_dir, limit=5))

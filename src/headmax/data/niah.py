@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import re
@@ -47,6 +48,7 @@ def sentences(text: str) -> list[str]:
     return re.split(r"(?<=[.!?]) ", joined) if joined else []
 
 
+@functools.cache
 def words() -> tuple[list[str], list[str]]:
     """(adjectives, nouns) of the package wonderwords."""
     from wonderwords import RandomWord
@@ -75,14 +77,16 @@ class Needles:
         rng = random.Random(f"{seed} {self.task} {self.length}")
         adjectives, nouns = words()
         limit = self.length - ANSWER_TOKENS
-        size = None
+
+        def draw(index: int) -> tuple[str, str, int]:
+            return f"{rng.choice(adjectives)}-{rng.choice(nouns)}", self._value(rng), DEPTHS[index * STRIDE % len(DEPTHS)]
+
+        probe = draw(0)
+        largest = _largest(lambda size: count_tokens(self._prompt(size, *probe)[0]) <= limit)
         for index in range(number):
-            key, value = f"{rng.choice(adjectives)}-{rng.choice(nouns)}", self._value(rng)
-            depth = DEPTHS[index * STRIDE % len(DEPTHS)]
-            if size is None:
-                size = self._largest(lambda size, *sample: count_tokens(self._prompt(size, *sample)[0]) <= limit, key, value, depth)
-            for smaller in range(size, -1, -1):
-                prompt, needle = self._prompt(smaller, key, value, depth)
+            key, value, depth = draw(index)
+            for size in range(largest, -1, -1):  # a needle longer than the probe's may need a sentence less
+                prompt, needle = self._prompt(size, key, value, depth)
                 if (tokens := count_tokens(prompt)) <= limit:
                     yield Sample(prompt, key, value, needle, depth, tokens)
                     break
@@ -103,13 +107,14 @@ class Needles:
         text.insert(int(size * depth / 100), needle)
         return PROMPT.format(kind=kind, key=key, text=("\n" if self.task == 1 else " ").join(text)), needle
 
-    def _largest(self, fits: Callable[..., bool], *sample: object) -> int:
-        """The most sentences that fit: doubled, then halved between."""
-        high = 1
-        while fits(high, *sample):
-            high *= 2
-        low = high // 2
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle, *sample) else (low, middle)
-        return low
+
+def _largest(fits: Callable[[int], bool]) -> int:
+    """The largest number that fits, or 0: doubled, then halved between."""
+    high = 1
+    while fits(high):
+        high *= 2
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

@@ -37,17 +37,17 @@ class TokenLM(TemplateLM):
         super().__init__()
         if max_length is not None and max_length < 2:
             raise ValueError(f"max_length must be at least 2, got {max_length}")
-        self.tokenizer: PreTrainedTokenizerBase = tokenizer  # type: ignore[assignment]
+        self.tokenizer: PreTrainedTokenizerBase = tokenizer
         self.answer, self.max_length = answer, max_length
 
     @property
     def eot_token_id(self) -> int:
-        return self.tokenizer.eos_token_id  # type: ignore[return-value]
+        return self.tokenizer.eos_token_id
 
     @property
     def prefix_token_id(self) -> int:
         bos = self.tokenizer.bos_token_id
-        return self.eot_token_id if bos is None else bos  # type: ignore[return-value]
+        return self.eot_token_id if bos is None else bos
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """As the tokenizer does by itself, unless the text brings its beginning-of-text token already."""
@@ -123,7 +123,7 @@ class HeadmaxLM(TokenLM):
             batch_size: not used, nor is max_batch_size: the harness passes them, and sequences are packed by their tokens.
         """
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        model = load(Path(pretrained), device, dtype and getattr(torch, dtype))
+        model = load(Path(pretrained), device, getattr(torch, dtype) if dtype else None)
         words = load_tokenizer(Path(tokenizer or pretrained))
         scorer = Scorer(model, words, batch_tokens)
         super().__init__(words, lambda asked: {s.id: s for scores in scorer(asked) for s in scores}, max_length)

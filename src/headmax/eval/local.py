@@ -133,9 +133,7 @@ FILES: dict[str, tuple[Rows | Pages, ...]] = {
     "lambada_openai": (Rows(("lambada_openai.test.jsonl",), {"text": str}, _lambada),),
     "piqa": (Rows(("piqa.valid.jsonl",), {"goal": str, "sol1": str, "sol2": str, "label": int}, _piqa),),
     "hellaswag": (Rows(("hellaswag.val.jsonl",), {"query": str, "choices": list, "gold": int}, _hellaswag),),
-    "winogrande": (
-        Rows(("winogrande_xl.dev.jsonl",), {"sentence": str, "option1": str, "option2": str, "answer": str}, _winogrande),
-    ),
+    "winogrande": (Rows(("winogrande_xl.dev.jsonl",), {"sentence": str, "option1": str, "option2": str, "answer": str}, _winogrande),),
     "arc_easy": (Rows(("arc_easy.test.jsonl",), ARC, _arc),),
     "arc_challenge": (Rows(("arc_challenge.test.jsonl",), ARC, _arc),),
     "swde": (Rows(("swde.jsonl", "based-swde.jsonl"), BASED, _based),),

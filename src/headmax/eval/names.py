@@ -22,13 +22,16 @@ RETRIEVAL_LENGTH = 4096
 """Tokens of a retrieval task's input and answer, as the paper has it."""
 
 
-def expand(tasks: str) -> tuple[list[str], list[str]]:
-    """(tasks named by a comma-separated list of tasks and groups, one line for each name that is unknown)."""
+def expand(tasks: str, vocab_size: int) -> tuple[list[str], list[str]]:
+    """(tasks named by a comma-separated list of tasks and groups, one line for each name that is unknown).
+
+    Of the whole group mqar, those tasks that the vocabulary has enough keys for.
+    """
     found: dict[str, None] = {}
     unknown = []
     for name in filter(None, (name.strip() for name in tasks.split(","))):
         if name in GROUPS or name in TASKS:
-            found |= dict.fromkeys(GROUPS.get(name, (name,)))
+            found |= dict.fromkeys(task for task in GROUPS.get(name, (name,)) if name != "mqar" or MQAR[task] <= vocab_size // 2)
         else:
             unknown.append(f"unknown task {name!r}{suggest(name, [*GROUPS, *TASKS])}")
     if not found and not unknown:

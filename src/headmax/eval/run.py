@@ -1,4 +1,4 @@
-"""The three stages: requests, scores, metrics. A task that fails is named, and the others go on."""
+"""The stages on the harness's side: requests before, metrics after. A task that fails is named, and the others go on."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from headmax.data.mqar import MQAR
 from headmax.eval import names, requests
 from headmax.eval.requests import Request
-from headmax.eval.scores import Score, ScoreFile, Source
-from headmax.eval.scoring import Scorer
+from headmax.eval.scores import Score, Source
 from headmax.models import HeadmaxConfig
 from headmax.recipes import get as get_recipe
 from headmax.recipes import names as recipe_names
@@ -201,19 +200,6 @@ class Evaluation:
                 extra = about | {"stderr": metric.stderr, "n": metric.n}
                 made.append(make(task, "headmax", metric.name, metric.value, unit, seed, **extra))
         return made
-
-
-def score(scorer: Scorer, asked: Mapping[str, Sequence[Request]], file: ScoreFile, say: Callable[[str, int, int], None]) -> None:
-    """Stage 2: answers what has no answer yet, task by task, each batch on disk before the next begins."""
-    file.begin(scorer.source)
-    for task, wanted in asked.items():
-        missing = {request.id: request for request in wanted if request.id not in file.scores}
-        done, total = 0, len(missing)
-        say(task, done, total)
-        for scores in scorer(missing.values()):
-            file.add(scores)
-            done += len(scores)
-            say(task, done, total)
 
 
 def model_name(config: HeadmaxConfig, fallback: str) -> str:

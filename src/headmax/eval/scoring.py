@@ -129,10 +129,10 @@ class Scorer:
                 if request.kind == "generate"
             ]
             if len(waiting) >= self.rows:
-                yield from self._texts(*map(list, zip(*waiting, strict=True)))  # type: ignore[arg-type]
+                yield from self._texts(*map(list, zip(*waiting, strict=True)))
                 waiting = []
         if waiting:
-            yield from self._texts(*map(list, zip(*waiting, strict=True)))  # type: ignore[arg-type]
+            yield from self._texts(*map(list, zip(*waiting, strict=True)))
 
     def _read(self, batch: Batch) -> tuple[Tensor, HeadmaxCache]:
         """The last hidden state [contexts, hidden] and the states after each context."""
@@ -212,7 +212,7 @@ class Scorer:
     def _text(self, request: Request, tokens: list[int]) -> Score:
         """Decoded at once, not as it came: where bytes are no text the two differ."""
         assert self.tokenizer is not None
-        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        text = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
         return Score(request.id, text=min((text.partition(stop)[0] for stop in request.until), key=len, default=text), tokens=tokens)
 
     @property

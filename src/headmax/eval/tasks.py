@@ -45,7 +45,7 @@ def build(name: str, folder: Path | None) -> tuple[Task, str]:
     rows, source = local.rows(name, folder)
     split = settings.get("test_split") or settings.get("validation_split") or "validation"
 
-    class Local(kind):  # type: ignore[misc, valid-type]
+    class Local(kind):
         def download(self, *_: Any, **__: Any) -> None:
             self.dataset = datasets.DatasetDict({split: datasets.Dataset.from_list(rows)})
 
@@ -88,7 +88,7 @@ class NeedleTask(ConfigurableTask):
     def download(self, *_: Any, **__: Any) -> None:
         self.dataset = datasets.DatasetDict({"test": datasets.Dataset.from_list(self.made)})
 
-    def construct_requests(self, doc: dict, ctx: str, **kwargs: Any) -> list[Instance]:  # type: ignore[override]
+    def construct_requests(self, doc: dict, ctx: str, **kwargs: Any) -> list[Instance]:
         metadata = kwargs["metadata"]
         return [
             Instance("generate_until", doc, (ctx, self.config.generation_kwargs), 0, metadata=metadata),

@@ -81,7 +81,7 @@ class HeadmaxCache(Cache):
         chosen = HeadmaxCache(len(self.layers))
         for new, layer in zip(chosen.layers, self.layers, strict=True):
             new.state, new.seen, new.is_initialized = layer.state, layer.seen, layer.is_initialized
-        chosen.reorder_cache(sequences)
+        chosen.reorder_cache(sequences)  # type: ignore[arg-type]
         return chosen
 
     def nbytes(self) -> int:
