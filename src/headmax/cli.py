@@ -250,6 +250,56 @@ def bench_decode(
         records.append(out, measured)
 
 
+def bench_eval(
+    checkpoint: Path,
+    /,
+    tasks: tuple[str, ...] = ("hellaswag", "arc_easy", "arc_challenge"),
+    data_dir: Path | None = None,
+    limit: int | None = 200,
+    batch_sizes: tuple[int, ...] = (1, 16),
+    rounds: int = 3,
+    threads: int = 2,
+    device: str = "cpu",
+    dtype: Literal["float32", "bfloat16"] | None = None,
+    out: Path | None = None,
+) -> None:
+    """Time the evaluation beside lm-evaluation-harness's own Hugging Face class, in turns, with the same model.
+
+    Args:
+        checkpoint: a folder with config.json, safetensors files and a tokenizer.
+        tasks: tasks of log-likelihoods.
+        data_dir: a folder with the tasks' files; without it they come from the hub.
+        limit: only the first so many documents of each task.
+        batch_sizes: of the harness's class, each measured.
+        rounds: interleaved repetitions; the median is reported.
+        threads: CPU threads.
+        device: cpu or cuda.
+        dtype: of the weights; bfloat16 on a GPU, float32 on a CPU unless given.
+        out: append the records to this file.
+    """
+    import torch
+    from rich.console import Console
+
+    from headmax import records
+    from headmax.eval.run import Settings
+    from headmax.eval.speed import compare
+    from headmax.generate.terminal import load, load_tokenizer
+
+    _check_device(device)
+    torch.set_num_threads(threads)
+    model = load(checkpoint, device, getattr(torch, dtype) if dtype else None)
+    console = Console()
+    with console.status("loading") as status:
+        settings = Settings(data_dir, limit)
+        measured = list(compare(model, load_tokenizer(checkpoint), settings, tasks, batch_sizes, rounds, status.update))
+    for record in measured:
+        ratio, apart = record.extra["headmax as fast"], record.extra["largest difference"]
+        line = f"{record.case:14} {record.impl:14} {record.value:9.3f} s   headmax is {ratio:.2f}x as fast, answers differ by {apart:.1e}"
+        console.print(line, highlight=False, soft_wrap=True)
+    if out is not None:
+        records.append(out, measured)
+
+
 def bench_tune(
     ops: tuple[Literal["linear_attention", "gla", "gated_delta_rule"], ...] = ("linear_attention", "gla", "gated_delta_rule"),
     widths: tuple[Literal["narrow", "wide"], ...] = ("narrow", "wide"),
@@ -468,6 +518,7 @@ def main() -> None:
     bench.command(name="kernels")(bench_kernels)
     bench.command(name="train")(bench_train)
     bench.command(name="decode")(bench_decode)
+    bench.command(name="eval")(bench_eval)
     bench.command(name="tune")(bench_tune)
     app.command(bench, name="bench")
     reproduce = tyro.extras.SubcommandApp()

@@ -22,7 +22,7 @@ from headmax.recipes import get
 from tests.eval.conftest import FILES, make_model, rows
 
 SOURCE = Source("abc", "float32", "cpu", "v0", 10)
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
 
 
 def headmax(*arguments: object) -> subprocess.CompletedProcess:
@@ -147,10 +147,8 @@ def test_broken_tasks_are_named_and_the_others_saved(checkpoint: Path, tmp_path:
     assert done.returncode == 2
     lines = [line for line in done.stderr.splitlines() if line.startswith("headmax: ")]
     assert "Traceback" not in done.stderr
-    assert (
-        lines[:2] == [f"headmax: unknown task 'pica'; did you mean 'piqa'?", "headmax: unknown task 'mqar_999'; did you mean 'mqar_8'?"]
-        or len(lines) == 9
-    )
+    assert lines[0] == "headmax: unknown task 'pica'; did you mean 'piqa'?"
+    assert lines[1].startswith("headmax: unknown task 'mqar_999'; did you mean 'mqar_")
     for task, (_, said) in BROKEN.items():
         (line,) = (line for line in lines if line.startswith(f"headmax: task {task}: "))
         assert re.search(said, line)

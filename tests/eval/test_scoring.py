@@ -11,13 +11,14 @@ import torch
 from lm_eval.models.huggingface import HFLM
 from transformers import PreTrainedTokenizerFast
 
-from headmax import HeadmaxForCausalLM
+from headmax import HeadGateConfig, HeadmaxConfig, HeadmaxForCausalLM
 from headmax.eval.names import COMMONSENSE
 from headmax.eval.plan import batches, families, split
 from headmax.eval.requests import Request
 from headmax.eval.run import Evaluation, Settings
 from headmax.eval.scores import Score
 from headmax.eval.scoring import Scorer
+from headmax.eval.speed import compare
 from tests.eval.conftest import MODELS, make_model
 
 UNLIMITED = 100_000
@@ -32,7 +33,7 @@ def ask(task: str, tokenizer: Any, model: HeadmaxForCausalLM, settings: Settings
     evaluation = Evaluation(model.config, tokenizer, settings)
     asked = evaluation.requests([task], lambda _: None)
     assert not evaluation.failures
-    return asked[task], evaluation._task(task)[0].instances
+    return asked[task], evaluation.instances(task)
 
 
 def harness(model: HeadmaxForCausalLM, tokenizer: Any, instances: list[Any], batch_size: int, max_length: int = UNLIMITED) -> list[Any]:
@@ -152,6 +153,17 @@ def test_split_keeps_to_its_limits() -> None:
     assert [list(group) for group in split(lengths, 10, 3)] == [[0], [1], [2, 3], [4, 5, 6]]
     assert [list(group) for group in split(lengths, 14, 9, padded=True)] == [[0], [1, 2], [3, 4, 5, 6]]
     assert list(split([], 10, 3)) == []
+
+
+@pytest.mark.slow
+def test_multiple_choice_is_twice_as_fast_as_the_harness(tokenizer: PreTrainedTokenizerFast, data_dir: Path) -> None:
+    """In one run, on one thread, against the better of two batch sizes."""
+    torch.manual_seed(0)
+    model = HeadmaxForCausalLM(HeadmaxConfig(mixer="gla", hidden_size=256, num_hidden_layers=4, num_heads=4, head_gate=HeadGateConfig()))
+    for task in ("hellaswag", "arc_easy"):
+        measured = list(compare(model.eval(), tokenizer, Settings(data_dir), [task], (1, 16), 3, lambda _: None))
+        assert min(record.extra["headmax as fast"] for record in measured if record.impl != "headmax") >= 2
+        assert max(record.extra["largest difference"] for record in measured) < 1e-3
 
 
 def test_recall_counts_right_answers() -> None:

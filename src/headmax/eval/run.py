@@ -104,7 +104,7 @@ class Evaluation:
         if name not in self._built:
             for noisy in ("lm_eval", "datasets", "evaluate"):
                 logging.getLogger(noisy).setLevel(logging.ERROR)
-            with _silence():
+            with silence():
                 if name in names.NIAH:
                     number = min(NEEDLE_SAMPLES, self.settings.limit or NEEDLE_SAMPLES)
                     count = self._lm(name, _refuse).tok_encode
@@ -129,11 +129,15 @@ class Evaluation:
             return defaultdict(lambda: Score("", 0.0, 0, ""))
 
         task, _ = self._task(name)
-        with _silence():
+        with silence():
             task.build_all_requests(limit=self.settings.limit, rank=0, world_size=1)
             for kind in sorted({instance.request_type for instance in task.instances}):
                 getattr(self._lm(name, record), kind)([instance for instance in task.instances if instance.request_type == kind])
         return made
+
+    def instances(self, name: str) -> list[Any]:
+        """What the harness's task made of its documents, once there are requests."""
+        return self._task(name)[0].instances
 
     def _evaluated(self, name: str, scores: Mapping[str, Score]) -> list[Metric]:
         from lm_eval.evaluator import evaluate
@@ -146,7 +150,7 @@ class Evaluation:
 
         task, _ = self._task(name)
         os.environ["DISABLE_MULTIPROC"] = "1"  # the harness would fork this process to bootstrap
-        with _silence():
+        with silence():
             found = evaluate(
                 self._lm(name, look_up),
                 {"tasks": {name: task}, "groups": {}, "group_map": {}},
@@ -213,7 +217,7 @@ def model_name(config: HeadmaxConfig, fallback: str) -> str:
 
 
 @contextlib.contextmanager
-def _silence() -> Iterator[None]:
+def silence() -> Iterator[None]:
     """Without the harness's progress bars and notes."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         yield

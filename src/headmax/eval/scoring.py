@@ -21,7 +21,7 @@ from headmax.models import HeadmaxCache, HeadmaxForCausalLM
 from headmax.ops import Packing
 from headmax.records import current_commit, describe_device
 
-LOGIT_ROWS = 2048
+LOGIT_ROWS = 1024
 """Positions whose logits exist at a time."""
 STATE_BYTES = 2**30
 """Memory for states of sequences on a CPU; an eighth of what is free on a GPU."""
@@ -177,9 +177,10 @@ class Scorer:
         logprobs, hits = [], []
         for h, target in zip(hidden.split(LOGIT_ROWS), wanted.split(LOGIT_ROWS), strict=True):
             logits = self.model.lm_head(h)
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            logprobs.append(logits.gather(1, target.unsqueeze(1)).squeeze(1) - logits.logsumexp(-1))
             hits.append(logits.argmax(-1) == target)
+            logprobs.append(
+                logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)).gather(1, target.unsqueeze(1)).squeeze(1)
+            )
         return torch.cat(logprobs), torch.cat(hits)
 
     def _prefix(self, context: tuple[int, ...], row: int, last: Tensor, cache: HeadmaxCache) -> PrefixState:
