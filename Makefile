@@ -25,7 +25,7 @@ demo: setup ## train plain, uniform and softmax heads on associative recall and 
 	$(BIN)/headmax demo
 
 test: lint types ## lint, types and every test that needs no GPU, no browser and no long wait
-	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_FLAGS)
 
 lint: setup ## ruff: rules and format
 	$(BIN)/ruff check

@@ -10,8 +10,8 @@ import pytest
 import headmax
 
 SOURCE = Path(headmax.__file__).parent
-LEVEL = {"ops": 0, "data": 0, "records": 0, "layers": 1, "models": 2, "train": 3, "generate": 3, "recipes": 4, "demo": 4}
-LEVEL |= dict.fromkeys(("bench", "eval", "analysis"), 5) | {"cli": 6}
+LEVEL = {"ops": 0, "data": 1, "records": 0, "layers": 1, "models": 2, "train": 3, "generate": 3, "recipes": 4}
+LEVEL |= {"analysis": 5, "demo": 6, "bench": 7, "eval": 7, "cli": 8}
 EXTRAS = [
     "tyro",
     "rich",

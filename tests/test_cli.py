@@ -15,7 +15,11 @@ def headmax(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-m", "headmax", *arguments], capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("command", [[], ["recipes"], ["demo"], ["bench"], ["bench", "kernels"], ["bench", "train"], ["bench", "tune"]])
+COMMANDS = [[], ["recipes"], ["demo"], ["bench"], ["bench", "kernels"], ["bench", "train"], ["bench", "tune"], ["plan"], ["train"]]
+COMMANDS += [["data", "prepare"], ["bench", "decode"], ["generate"]]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help(command: list[str]) -> None:
     done = headmax(*command, "--help")
     assert done.returncode == 0, done.stderr
@@ -38,6 +42,7 @@ def test_recipes_lists_counts_and_states() -> None:
         (["bench", "kernels", "--length", "0"], "--length must be at least 1, got 0"),
         (["bench", "kernels", "--device", "tpu"], "--device tpu: this machine has cpu"),
         (["recipe"], "recipe"),
+        (["plan", "softmax-gla-340m", "--tokens", "many"], "--tokens must be a number such as 500000, 15e9, 0.5M or 15B, got 'many'"),
     ],
 )
 def test_bad_input_ends_with_code_2_and_one_clear_line(arguments: list[str], message: str, tmp_path: Path) -> None:
@@ -51,6 +56,7 @@ def test_demo_draws_records_and_says_who_won(tmp_path: Path) -> None:
     done = headmax("demo", "--pairs", "2", "--steps", "4", "--out", str(tmp_path), "--record", str(tmp_path / "all.jsonl"))
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "demo.png").stat().st_size > 10_000
+    assert '" k' in (tmp_path / "report.html").read_text()
     made = list(records.read(tmp_path / "records.jsonl"))
     assert made == list(records.read(tmp_path / "all.jsonl"))
     assert {record.extra["variant"] for record in made} == set(demo.VARIANTS)
@@ -105,8 +111,10 @@ def test_kernel_benchmark_checks_before_it_times(tmp_path: Path) -> None:
     ("arguments", "said"),
     [
         (["bench", "train", "--recipe", "softmax-gla-340n"], "unknown recipe 'softmax-gla-340n'; did you mean"),
-        (["bench", "train"], "--device cuda: this machine has cpu"),
-        (["bench", "tune"], "--device cuda: this machine has cpu"),
+        (["bench", "train"], "headmax bench train needs a CUDA GPU: this machine has cpu"),
+        (["bench", "tune"], "headmax bench tune needs a CUDA GPU: this machine has cpu"),
+        (["bench", "decode"], "--device cuda: this machine has cpu"),
+        (["bench", "decode", "--device", "cpu", "--batches", "0"], "--batches must be at least 1, got 0"),
         (["bench", "kernels", "--batch", "0"], "--batch must be at least 1, got 0"),
     ],
 )
@@ -115,4 +123,24 @@ def test_benchmarks_refuse_bad_input_in_one_line(arguments: list[str], said: str
     done = headmax(*arguments)
     assert done.returncode == 2
     assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_plan_prints_a_row_for_every_number_of_gpus() -> None:
+    done = headmax("plan", "softmax-gla-340m", "--gpu", "h20", "--gpus", "24", "--batch-tokens", "688128", "--parallel", "fsdp")
+    assert done.returncode == 0, done.stderr
+    numbers = [line.split()[0].rstrip("*") for line in done.stdout.splitlines() if " fsdp " in line and line.split()[1] == "fsdp"]
+    assert numbers == ["1", "2", "4", "8", "16", "24", "32", "64", "128", "256", "512", "1024"]
+
+
+def test_data_is_prepared_checked_and_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one document\n<|doc|>\nand another\n")
+    out = str(tmp_path / "out")
+    done = headmax("data", "prepare", str(tmp_path / "a.txt"), "--out", out, "--shard-tokens", "1k")
+    assert done.returncode == 0, done.stderr
+    assert "train 6 tokens, 2 documents, 1 shards" in done.stdout
+    assert "whole, 6 tokens to train on, 0 to validate on" in headmax("data", "check", out).stdout
+    done = headmax("data", "prepare", str(tmp_path / "a.txt"), "--out", out, "--separator", "---")
+    assert done.returncode == 2
+    assert "made with another separator, shard tokens" in done.stderr
     assert len(done.stderr.splitlines()) == 1

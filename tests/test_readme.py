@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from headmax.bench import readme
 
 ROOT = Path(__file__).parents[1]
@@ -40,9 +42,14 @@ def test_its_tree_is_the_tree() -> None:
             assert path.name in tree or path.name in ("__init__.py", "__main__.py"), f"{path.name} is not in the tree"
 
 
-def test_the_code_of_the_guides_runs() -> None:
+def run_guide(name: str) -> dict:
     scope: dict = {}
-    for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "ecosystem.md").read_text(), flags=re.DOTALL):
+    for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / name).read_text(), flags=re.DOTALL):
         exec(block, scope)
-    assert "adapted" in scope
-    assert "packing" in scope
+    return scope
+
+
+def test_the_code_of_the_guides_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert {"adapted", "packing"} <= set(run_guide("ecosystem.md"))
+    assert [len(answer.tokens) for answer in run_guide("generation.md")["answers"]] == [5, 5, 5]

@@ -6,8 +6,10 @@ import logging
 import os
 import re
 import sys
+from collections.abc import Callable
+from dataclasses import make_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 
 def recipes() -> None:
@@ -57,12 +59,56 @@ def demo(
     run(seed=seed, heads=heads, pairs=pairs, key=key, steps=steps, out=out, record=record)
 
 
-def _check_device(device: str, needed_by: str = "") -> None:
-    import torch
+def train_command(arguments: list[str]) -> Callable[..., None]:
+    """`headmax train`, its defaults those of the recipe that the arguments name."""
+    import tyro
 
-    if device.split(":")[0] not in ("cpu", "cuda") or (device.startswith("cuda") and not torch.cuda.is_available()):
-        has = f"this machine has cpu{' and cuda' * torch.cuda.is_available()}"
-        raise ValueError(f"{needed_by} needs a CUDA GPU: {has}" if needed_by else f"--device {device}: {has}")
+    from headmax import HeadmaxConfig
+    from headmax import recipes as book
+    from headmax.train import TrainConfig
+
+    named = book.get(next((word for word in arguments if word in book.names()), "softmax-gla-340m"))
+    # All fields of the model; a plain backbone gets its gates by taking the softmax recipe.
+    fields = {name: getattr(named.model, name) for name in HeadmaxConfig.__annotations__}
+    hints = HeadmaxConfig.__annotations__ | {"head_gate": type(fields["head_gate"])}
+    options = make_dataclass(
+        "Model", [(name, hints[name], value) for name, value in fields.items() if value is not None or name != "head_gate"]
+    )
+
+    def train(recipe: str, /, out: Path, data: Path | None, config: TrainConfig, model: Any, task: Any) -> None:
+        """Train a recipe's model, on all processes under torchrun; the same command again goes on from the last checkpoint.
+
+        Args:
+            recipe: a model and how it is trained, of those that `headmax recipes` lists.
+            out: the run's folder, for checkpoints, metrics.jsonl and summary.json.
+            data: the folder that `headmax data prepare` wrote; recall tasks need none.
+            task: what to recall; the model's vocabulary and the numbers of tokens follow.
+        """
+        from headmax.train.live import Live
+        from headmax.train.trainer import fit
+
+        chosen = replace(book.get(recipe), model=HeadmaxConfig(**vars(model)), train=config)
+        if task is not None and task != chosen.task:
+            chosen = chosen.on(task)
+        if data is not None:
+            chosen = chosen.speaking(data)
+        source, validation = chosen.sources(data)
+        with Live(chosen.train.steps, config.log.print_every) as live:
+            fit(chosen.model, chosen.train, source, out, validation=validation, tokenizer=data, show=live)
+
+    train.__defaults__ = (None, named.train, options(), named.task)
+    train.__annotations__ |= {
+        "config": Annotated[TrainConfig, tyro.conf.arg(name="")],
+        "model": options,
+        "task": type(named.task) if named.task else Annotated[None, tyro.conf.Suppress],
+    }
+    return train
+
+
+def _check_device(device: str, needed_by: str = "") -> None:
+    from headmax.train.parallel import find_device
+
+    find_device(device, f"{needed_by} needs a CUDA GPU" if needed_by else f"--device {device}")
 
 
 def bench_kernels(
@@ -101,8 +147,6 @@ def bench_kernels(
         limit: run each op in a process of its own, for at most so many seconds (flash-linear-attention tunes for minutes).
         out: append the records to this file.
     """
-    from dataclasses import replace
-
     import torch
     from rich.console import Console
 
@@ -183,15 +227,15 @@ def bench_train(
     if not all(re.fullmatch(r"[1-9]\d*x[1-9]\d*", point) for point in grid):
         raise ValueError(f"--grid takes length x batch, such as 4096x8, got {' '.join(grid)}")
     sizes = [tuple(int(n) for n in point.split("x")) for point in grid]
-    groups = ("headmax", "fla", "fla-gates", "transformer") if peer == "fla" else ("headmax", "transformer")
+    groups = ("cold eager", "cold compiled", "headmax", *("fla", "fla-gates") * (peer == "fla"), "transformer")
     console = Console()
-    measured = train.bench(plain, groups, sizes, rounds, limit, console.print)  # type: ignore[arg-type]
-    for record in measured:
-        console.print(
-            f"{record.case:24} {record.impl:8} {record.metric:28} {record.value:12.5g} {record.unit}", highlight=False, soft_wrap=True
-        )
-    if out is not None:
-        records.append(out, measured)
+    for record in train.bench(plain, groups, sizes, rounds, limit, console.print):  # type: ignore[arg-type]
+        line = f"{record.case:24} {record.impl:8} {record.metric:28} {record.value:12.5g} {record.unit}"
+        if "interval" in record.extra:
+            line += "   95% interval {:.4f} to {:.4f}".format(*record.extra["interval"])
+        console.print(line, highlight=False, soft_wrap=True)
+        if out is not None:
+            records.append(out, [record])
 
 
 def bench_decode(
@@ -215,7 +259,7 @@ def bench_decode(
 
     Args:
         recipe: which model, by the name of its softmax twin or of its plain backbone.
-        peer: fla is flash-linear-attention through generate; hf is the softmax model through generate, compiled, and Llama on a static cache.
+        peer: fla is flash-linear-attention through generate; hf is the softmax model through generate, compiled, and Llama likewise.
         batches: sequences at a time.
         prompts: tokens of context before the timed steps; the first is also the prompt of whole generations.
         decoded: lengths of whole generations of one text, prompt included.
@@ -245,9 +289,10 @@ def bench_decode(
     groups = ["headmax"] * ours + ["transformer"] * transformer + {"none": [], "fla": ["fla"], "hf": ["generate", "llama"]}[peer]
     sizes = {"batches": batches, "prompts": prompts, "decoded": decoded, "drift": drift, "peer_tokens": peer_tokens, "rounds": rounds}
     kinds = {"dtype": getattr(torch, dtype), "state_dtype": getattr(torch, state_dtype), "device": device}
-    measured = decode.bench([decode.Plan(plain, group, **sizes, **kinds) for group in groups], limit, Console().print)  # type: ignore[arg-type]
-    if out is not None:
-        records.append(out, measured)
+    for group in groups:
+        measured = decode.bench(decode.Plan(plain, group, **sizes, **kinds), limit, Console().print)  # type: ignore[arg-type]
+        if out is not None:
+            records.append(out, measured)
 
 
 def bench_eval(
@@ -329,17 +374,23 @@ def bench_tune(
     console.print(f"wrote {path}")
 
 
-def convert(source: Path, out: Path, /, to: Literal["headmax", "fla"] = "headmax") -> None:
-    """Convert a checkpoint folder of flash-linear-attention to headmax, or a plain headmax model's back, bit for bit.
+def convert(source: Path, out: Path | None = None, /, to: Literal["headmax", "fla", "hf"] = "headmax") -> None:
+    """Turn a run of `headmax train`, or a checkpoint folder of flash-linear-attention, into a model folder; weights stay bit for bit.
 
     Args:
-        source: the folder to read: config.json and safetensors files.
-        out: the folder to write; it must be new or empty.
-        to: headmax reads flash-linear-attention's RetNet, GLA, Gated DeltaNet or Transformer; fla writes them.
+        source: the folder to read: a run, or config.json and safetensors files.
+        out: the folder to write, new or empty; SOURCE/hf for a run.
+        to: hf takes a run's last checkpoint; headmax reads flash-linear-attention's RetNet, GLA, Gated DeltaNet or Transformer;
+            fla writes them.
     """
     from headmax.models.convert import from_fla, to_fla
+    from headmax.train.export import to_hf
 
-    (from_fla if to == "headmax" else to_fla)(source, out)
+    if out is None:
+        if to != "hf":
+            raise ValueError(f"convert --to {to} needs a second folder, the one to write")
+        out = source / "hf"
+    {"headmax": from_fla, "fla": to_fla, "hf": to_hf}[to](source, out)
     print(f"headmax: wrote {out}")
 
 
@@ -364,6 +415,7 @@ def generate(
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     state_dtype: Literal["float32", "bfloat16"] = "float32",
     max_length: int | None = None,
+    compile: bool = False,
 ) -> None:
     """Continue a text with a model, shown as it comes; without --prompt and --file, line by line from standard input.
 
@@ -387,6 +439,7 @@ def generate(
         dtype: of the weights; bfloat16 on a GPU, float32 on a CPU unless given.
         state_dtype: of the recurrent states.
         max_length: most tokens of a text; needed by models with attention layers, and by no others.
+        compile: compile the model first, which takes its time; on a CPU every token is then faster.
     """
     import torch
 
@@ -394,25 +447,23 @@ def generate(
 
     if prompt is not None and file is not None:
         raise ValueError("give --prompt or --file, not both")
+    text = file.read_text() if file is not None else prompt
+    if save_prefix is not None and text is None:
+        raise ValueError("--save-prefix needs --prompt or --file")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     _check_device(device)
     sampling = GREEDY if greedy else Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-    text = file.read_text() if file is not None else prompt
-    model = terminal.load(checkpoint, device, dtype and getattr(torch, dtype))
+    settings = terminal.Settings(max_new_tokens, sampling, stop)
     words = terminal.load_tokenizer(tokenizer or checkpoint)
+    model = terminal.load(checkpoint, device, dtype and getattr(torch, dtype))
+    if compile:
+        model.model.compile_blocks()
     engine = Engine(model, max_batch=1, state_dtype=getattr(torch, state_dtype), max_length=max_length, tokenizer=words)
-    ends = model.config.eos_token_id
-    ends = [] if ends is None else [ends] if isinstance(ends, int) else ends
-    settings = terminal.Settings(max_new_tokens, sampling, stop, [token for token in ends if token < model.config.vocab_size])
     before = None if prefix is None else engine.load_prefix(prefix)
-    if save_prefix is not None:
-        if text is None:
-            raise ValueError("--save-prefix needs --prompt or --file")
-        read = engine.prefill(text, before)
-        read.save(save_prefix)
-        print(f"headmax: wrote {save_prefix}: {len(read):,} tokens, {read.nbytes() / 2**20:.1f} MiB", file=sys.stderr)
-    elif text is None:
+    if text is None:
         terminal.interact(engine, before, settings)
+    elif save_prefix is not None:
+        terminal.keep(engine, text, before, save_prefix)
     else:
         terminal.continue_text(engine, text, before, settings)
 
@@ -489,6 +540,177 @@ def reproduce_tables(
         out.write_text(text)
 
 
+def inspect(
+    checkpoint: Path,
+    /,
+    text: str | None = None,
+    file: Path | None = None,
+    out: Path = Path("report.html"),
+    compare: Path | None = None,
+    tokenizer: Path | None = None,
+    max_tokens: int = 10_000,
+    device: str = "cpu",
+) -> None:
+    """Look at the gates of a model on a text: writes one HTML file that opens in a browser, without a network.
+
+    Args:
+        checkpoint: a folder with config.json, safetensors files and a tokenizer.
+        text: the text.
+        file: a file with the text.
+        out: the file to write.
+        compare: another checkpoint with the same tokenizer, shown beside the first.
+        tokenizer: a folder with the tokenizer, if it is not beside the model.
+        max_tokens: longer texts are cut there.
+        device: cpu or cuda.
+    """
+    from rich.console import Console
+
+    from headmax.analysis import gates, report
+
+    if (text is None) == (file is None):
+        raise ValueError("give the text with --text or --file, one of the two")
+    if max_tokens < 1:
+        raise ValueError(f"--max-tokens must be at least 1, got {max_tokens}")
+    _check_device(device)
+    words = file.read_text() if file is not None else text or ""
+    folders = [checkpoint] + ([] if compare is None else [compare])
+    whole = len({folder.resolve().name for folder in folders}) < len(folders)  # two of the same name go by their paths
+    traces = []
+    console = Console(stderr=True)
+    for folder in folders:
+        name = str(folder) if whole else folder.resolve().name
+        with console.status(f"reading with {name}"):
+            traces.append(gates.of_checkpoint(folder, words, name=name, tokenizer=tokenizer, most=max_tokens, device=device))
+    report.write(out, traces)
+    cut = f", cut at --max-tokens {max_tokens:,}" * (len(traces[0].tokens) == max_tokens)
+    print(f"headmax: wrote {out}: {len(traces[0].tokens):,} tokens{cut}, {out.stat().st_size / 2**20:.1f} MiB")
+
+
+def data_prepare(
+    inputs: tuple[str, ...],
+    /,
+    out: Path,
+    valid: tuple[str, ...] = (),
+    valid_fraction: float = 0.0,
+    tokenizer: str = "mistral",
+    document_token: str | None = None,
+    text_key: str = "text",
+    separator: str = "<|doc|>",
+    max_tokens: str | None = None,
+    shard_tokens: str = "100M",
+    workers: int | None = None,
+) -> None:
+    """Turn text into token shards to train on. Run again after an interruption, it goes on after the last complete shard.
+
+    Args:
+        inputs: .txt, .jsonl, .parquet, each also .gz, .xz, .zst; folders of them; hub datasets as hf:owner/name[:configuration][@split].
+        out: the folder to write.
+        valid: inputs to validate on.
+        valid_fraction: or the share of documents to hold out for that.
+        tokenizer: mistral, a tokenizer.json, or a folder with one.
+        document_token: the token before every document; what the tokenizer puts before a text unless given.
+        text_key: the field of a JSON line, or the column of a table, that holds the text.
+        separator: the line between two documents of a .txt.
+        max_tokens: stop at so many to train on, such as 15B.
+        shard_tokens: tokens per shard.
+        workers: encoding processes; one per core unless given.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    from headmax.data.documents import Options
+    from headmax.data.prepare import Done, PrepareConfig, prepare
+
+    config = PrepareConfig(
+        inputs,
+        valid,
+        valid_fraction,
+        tokenizer,
+        document_token,
+        Options(text_key, separator),
+        max_tokens=None if max_tokens is None else _count("max-tokens", max_tokens),
+        shard_tokens=_count("shard-tokens", shard_tokens),
+    )
+    tokens = TextColumn("{task.fields[tokens]:,} tokens, {task.fields[rate]:,.0f}/s")
+    columns = (BarColumn(), DownloadColumn(), tokens, TimeElapsedColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("", total=None, tokens=0, rate=0.0)
+
+        def report(done: Done) -> None:
+            rate = (done.tokens - done.earlier) / max(progress.tasks[0].elapsed or 0.0, 1e-3)
+            progress.update(bar, completed=done.bytes, total=done.total_bytes, tokens=done.tokens, rate=rate)
+
+        index = prepare(config, out, workers=workers, report=report)
+    for split, shards in index.splits.items():
+        if shards:
+            print(f"headmax: {out}: {split} {index.tokens(split):,} tokens, {index.documents(split):,} documents, {len(shards)} shards")
+
+
+def data_check(folder: Path, /) -> None:
+    """Read a prepared folder through and compare every file with its checksum.
+
+    Args:
+        folder: what `headmax data prepare` wrote.
+    """
+    from headmax.data.shards import verify
+
+    index = verify(folder)
+    print(f"headmax: {folder}: whole, {index.tokens('train'):,} tokens to train on, {index.tokens('valid'):,} to validate on")
+
+
+def plan(
+    recipe: str,
+    /,
+    gpu: str = "h100",
+    gpus: int = 8,
+    parallel: Literal["ddp", "fsdp"] | None = None,
+    tokens: str | None = None,
+    length: int | None = None,
+    batch_tokens: str | None = None,
+) -> None:
+    """Estimate memory, step time, days and GPU-hours of a training run on 1 to 1024 GPUs.
+
+    Args:
+        recipe: which model.
+        gpu: which card, such as a100, h100, h200, h20, b200.
+        gpus: how many; the table has other numbers too.
+        parallel: ddp copies the model to every GPU, fsdp shards it; both unless given.
+        tokens: to train on, such as 15e9 or 15B; the recipe's unless given.
+        length: tokens per sequence; the recipe's unless given.
+        batch_tokens: tokens per step over all GPUs, such as 0.5M; the recipe's unless given.
+    """
+    from rich.console import Console
+
+    from headmax import recipes as book
+    from headmax.bench import plan_table
+    from headmax.bench.plan import Run
+
+    chosen = book.get(recipe)
+    run = Run(
+        chosen,
+        gpu,
+        chosen.train.token_budget if tokens is None else _count("tokens", tokens),
+        chosen.train.sequence_length if length is None else length,
+        chosen.train.batch_tokens if batch_tokens is None else _count("batch-tokens", batch_tokens),
+    )
+    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+    for part in plan_table.render(run, gpus, ("ddp", "fsdp") if parallel is None else (parallel,)):
+        console.print(part, soft_wrap=isinstance(part, str))
+
+
+def _count(name: str, text: str) -> int:
+    """A number of tokens: 500000, 15e9, 0.5M or 15B."""
+    scale = {"K": 10**3, "M": 10**6, "B": 10**9}.get(text[-1:].upper(), 1)
+    try:
+        number = float(text.rstrip("kKmMbB") if scale > 1 else text) * scale
+    except ValueError as error:
+        raise ValueError(f"--{name} must be a number such as 500000, 15e9, 0.5M or 15B, got {text!r}") from error
+    if not 1 <= number < 1e18:
+        raise ValueError(f"--{name} must be between 1 and 1e18, got {text}")
+    return round(number)
+
+
 def reproduce_readme(path: Path = Path("README.md")) -> None:
     """Render the README's figures anew from the committed records.
 
@@ -498,6 +720,20 @@ def reproduce_readme(path: Path = Path("README.md")) -> None:
     from headmax.bench.readme import update
 
     update(path)
+
+
+def reproduce_theory(out: Path = Path("runs/theory")) -> None:
+    """Run the paper's proposition and theorems, and the norm's effect on the read gate, as experiments: pictures and records.
+
+    Args:
+        out: where they go.
+    """
+    from headmax.analysis.theory_figures import reproduce
+
+    for record in reproduce(out):
+        settings = ", ".join(f"{name} {value:g}" for name, value in record.extra.items())
+        print(f"{record.case:44} {record.metric:36} {record.value:10.3g} {record.unit:6} {settings}".rstrip())
+    print(f"headmax: wrote {out}")
 
 
 def main() -> None:
@@ -512,8 +748,15 @@ def main() -> None:
     app.command(recipes)
     app.command(demo)
     app.command(convert)
+    app.command(train_command(sys.argv[1:]))
     app.command(generate)
     app.command(name="eval")(evaluate)
+    app.command(inspect)
+    app.command(plan)
+    data = tyro.extras.SubcommandApp()
+    data.command(name="prepare")(data_prepare)
+    data.command(name="check")(data_check)
+    app.command(data, name="data")
     bench = tyro.extras.SubcommandApp()
     bench.command(name="kernels")(bench_kernels)
     bench.command(name="train")(bench_train)
@@ -524,6 +767,7 @@ def main() -> None:
     reproduce = tyro.extras.SubcommandApp()
     reproduce.command(name="readme")(reproduce_readme)
     reproduce.command(name="tables")(reproduce_tables)
+    reproduce.command(name="theory")(reproduce_theory)
     app.command(reproduce, name="reproduce")
     try:
         app.cli(prog="headmax", description="Softmax Linear Attention: a softmax over heads.")
@@ -532,3 +776,8 @@ def main() -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+    except Exception as error:
+        if (status := getattr(error, "exit_status", None)) is None:
+            raise
+        print(f"headmax: {error}", file=sys.stderr)
+        sys.exit(status)

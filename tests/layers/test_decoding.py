@@ -1,5 +1,6 @@
 """The decoding step in kernels against the blocks' own forward, one token at a time."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -81,10 +82,14 @@ def assert_equal_to_plain(block: Block, rows: int = 1, tolerance: float = 2e-5, 
 
 
 @pytest.fixture(autouse=True)
-def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter takes its time for each."""
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The interpreter takes its time for each program, and threads would wait for each other."""
     if not GPU:
         monkeypatch.setattr(triton_linear, "processors", lambda device: 1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=["one", "few", "many"])
@@ -105,8 +110,10 @@ def test_every_mixer_at_every_size_of_batch(mixer: str, rows: int) -> None:
 @pytest.mark.parametrize("source", ["head", "hidden_heads", "hidden"])
 @pytest.mark.parametrize("kind", ["softmax", "sigmoid", "uniform"])
 def test_every_gate(kind: str, source: str) -> None:
+    """With a convolution scores of heads are taken in the mixer's kernel, without one by the projection."""
     gate = HeadGateConfig(kind=kind, source=source, init_std=1.0, temperature=0.7, scale="heads")  # type: ignore[arg-type]
-    assert_equal_to_plain(make("gla", head_gate=gate))
+    for conv_size in (0, 4) if source == "head" else (0,):
+        assert_equal_to_plain(make("gla", head_gate=gate, conv_size=conv_size))
 
 
 @here
@@ -140,7 +147,8 @@ def test_convolutions_move_on(conv_size: int, rows: int) -> None:
 
 @here
 def test_more_value_heads_than_key_heads(rows: int) -> None:
-    assert_equal_to_plain(make("gated_deltanet", num_v_heads=6, head_v_dim=12), rows)
+    for conv_size in (4, 0):
+        assert_equal_to_plain(make("gated_deltanet", num_v_heads=6, head_v_dim=12, conv_size=conv_size), rows)
     if rows == 1:
         after = HeadGateConfig(read_position="after_norm", source="hidden", init_std=1.0)
         assert_equal_to_plain(make("gated_deltanet", num_v_heads=6, head_v_dim=12, head_gate=after))

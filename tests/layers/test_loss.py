@@ -121,7 +121,7 @@ def test_nothing_to_predict_gives_zero(tokens: int, device: str) -> None:
 
 @pytest.mark.parametrize("label", [5, -1, -101])
 def test_a_label_outside_the_vocabulary_is_refused_on_the_cpu(label: int) -> None:
-    with pytest.raises(ValueError, match=f"labels must be -100 or below 5, the vocabulary, got {label}"):
+    with pytest.raises(ValueError, match=f"labels must be -100 or 0 to 4, the vocabulary, got {label}"):
         linear_cross_entropy(torch.randn(2, 4), torch.randn(5, 4), torch.tensor([1, label]))
 
 

@@ -1,5 +1,8 @@
 """At home with Hugging Face: Trainer, accelerate, PEFT, export, and a folder ready for a hub."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -57,6 +60,44 @@ def test_accelerate_prepares_and_steps() -> None:
     accelerator.backward(loss)
     optimizer.step()
     assert loss.isfinite()
+
+
+LAUNCHED = """
+import torch
+from accelerate import Accelerator
+from tests.models.test_ecosystem import Rows, small
+
+accelerator = Accelerator(cpu=True)
+model = small()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+rows = torch.utils.data.DataLoader(Rows(), batch_size=8)
+model, optimizer, rows = accelerator.prepare(model, optimizer, rows)
+losses = []
+for epoch in range(4):
+    for batch in rows:
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+total = sum(p.detach().sum() for p in model.parameters())
+assert accelerator.num_processes == 2
+assert accelerator.gather(total)[0] == accelerator.gather(total)[1]
+assert losses[-1] < 0.8 * losses[0], losses
+accelerator.print(f"trained on {accelerator.num_processes} processes")
+"""
+
+
+@pytest.mark.distributed
+def test_accelerate_launch_trains_on_two_processes(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(LAUNCHED)
+    options = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    command = [sys.executable, "-m", "accelerate.commands.launch", *options, "--main_process_port", "0", str(script)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "trained on 2 processes" in done.stdout
 
 
 @pytest.mark.parametrize("mixer", ["linear", "retnet", "gla", "gated_deltanet", "attention"])

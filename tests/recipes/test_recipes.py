@@ -1,9 +1,13 @@
 """Recipes: every name of the paper, and what they weigh."""
 
+from pathlib import Path
+
 import pytest
 
 from headmax import HeadGateConfig, recipes
+from headmax.data.mqar import MQAR
 from headmax.recipes.summary import summarize
+from headmax.train import OptimConfig, ScheduleConfig, TrainConfig
 
 
 def test_all_names_of_the_paper_are_there() -> None:
@@ -11,15 +15,41 @@ def test_all_names_of_the_paper_are_there() -> None:
     families = ("transformer", "retnet", "softmax-retnet", "gla", "softmax-gla", "gdn", "softmax-gdn")
     expected = {f"{family}-{scale}" for family in families for scale in scales}
     expected |= {f"{family}-110m-h{heads}" for family in ("gla", "softmax-gla") for heads in (4, 8, 16)}
-    assert set(recipes.names()) == expected
+    recall = {"mqar-transformer", *(f"mqar-{soft}{b}" for soft in ("", "softmax-") for b in ("linear", "retnet", "gla", "gdn"))}
+    assert set(recipes.names()) == expected | recall
 
 
 @pytest.mark.parametrize("name", recipes.names())
 def test_every_recipe_is_complete(name: str) -> None:
     recipe = recipes.get(name)
     assert recipe.name == name
-    assert recipe.model.head_gate == (HeadGateConfig() if name.startswith("softmax-") else None)
-    assert (recipe.train.learning_rate, recipe.train.token_budget, recipe.train.sequence_length) == (1e-3, 15_000_000_000, 4096)
+    assert recipe.model.head_gate == (HeadGateConfig() if "softmax-" in name else None)
+    assert (recipe.task is not None) == name.startswith("mqar-")
+    if recipe.task is None and not name.endswith("-tiny"):
+        assert recipe.train == TrainConfig()
+
+
+def test_the_defaults_are_the_papers() -> None:
+    train = TrainConfig()
+    assert (train.token_budget, train.sequence_length, train.batch_tokens) == (15_000_000_000, 4096, 524_288)
+    assert train.optim == OptimConfig(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, grad_clip=1.0)
+    assert train.schedule == ScheduleConfig(warmup_tokens=500_000_000, start_lr=3e-5, final_lr=3e-5)
+    assert (train.compute.precision, train.documents, train.gate_balance) == ("bfloat16", "concatenate", 0.0)
+
+
+def test_a_recall_recipe_for_another_size_of_its_task() -> None:
+    recipe = recipes.get("mqar-softmax-gla").on(MQAR(num_pairs=3, vocab_size=16))
+    assert (recipe.model.vocab_size, recipe.train.sequence_length, recipe.train.batch_size) == (16, 10, 64)
+    assert recipe.train.steps == recipes.get("mqar-gla").train.steps
+    source, held_out = recipe.sources(None)
+    assert source.length == recipe.train.sequence_length
+    assert source.identity != held_out.identity
+    with pytest.raises(ValueError, match="--data: mqar-softmax-gla makes its own samples"):
+        recipe.sources(Path())
+    with pytest.raises(ValueError, match="gla-tiny trains on text, not on a task"):
+        recipes.get("gla-tiny").on(MQAR())
+    with pytest.raises(ValueError, match="--data must name a folder that `headmax data prepare` wrote: gla-tiny trains on text"):
+        recipes.get("gla-tiny").sources(None)
 
 
 @pytest.mark.parametrize(

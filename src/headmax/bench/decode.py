@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,29 +69,31 @@ def allocated(device: str) -> int:
 
 
 class Contender:
-    """A model of ours in an engine for one batch size, and the memory both take."""
+    """A model of ours and the engine it is measured in, with the memory both take."""
 
-    def __init__(self, name: str, plan: Plan, max_length: int | None = None) -> None:
-        self.name, self.plan, self.max_length = name, plan, max_length
+    def __init__(self, name: str, plan: Plan) -> None:
+        self.name, self.plan = name, plan
         before = allocated(plan.device)
         self.model = ours(name, plan)
-        self.own = self.weights = allocated(plan.device) - before
+        self.weights = self.own = allocated(plan.device) - before
+        self.attends = any(self.model.model.uses_attention)
         self.engine: Any = None
         self.advance: Any = None
-        self.prefixes: dict[int, PrefixState] = {}
+        self.size: tuple[int, int | None] = (0, None)
+        self.prefix: PrefixState | None = None
 
-    def batch(self, batch: int) -> None:
-        self.engine = self.advance = None  # first, so that memory is that of the new one
-        before = allocated(self.plan.device)
-        self.engine = Engine(self.model, max_batch=batch, state_dtype=self.plan.state_dtype, max_length=self.max_length)
-        self.advance = self.engine.step.prepare(batch, Features())
-        self.own = self.weights + allocated(self.plan.device) - before
-
-    def context(self, length: int, batch: int) -> None:
-        """Every sequence after the same prompt of that length."""
-        if length not in self.prefixes:
-            self.prefixes = {length: self.engine.prefill(random_tokens(self.model, length))}
-        self.engine.step.load([self.prefixes[length]] * batch)
+    def ready(self, batch: int, context: int, new: int) -> None:
+        """An engine for that batch with every sequence after the same prompt; attention gets no more room than it needs."""
+        size = (batch, context + new if self.attends else None)
+        if size != self.size:
+            self.engine = self.advance = None  # first, so that memory is that of the new one
+            before = allocated(self.plan.device)
+            self.engine = Engine(self.model, max_batch=batch, state_dtype=self.plan.state_dtype, max_length=size[1])
+            self.advance = self.engine.step.prepare(batch, Features())
+            self.own, self.size = self.weights + allocated(self.plan.device) - before, size
+        if self.prefix is None or len(self.prefix) != context:
+            self.prefix = self.engine.prefill(random_tokens(self.model, context))
+        self.engine.step.load([self.prefix] * batch)
 
     def stretch(self) -> None:
         for _ in range(STEPS):
@@ -100,51 +102,50 @@ class Contender:
 
 def latencies(plan: Plan, contenders: dict[str, Contender], make: Recorder, bandwidth: float | None) -> Iterator[Record]:
     """Time of a step over batches and contexts, the contenders taking turns."""
-    device = torch.device(plan.device)
-    for batch in plan.batches:
-        for contender in contenders.values():
-            contender.batch(batch)
-        for prompt in plan.prompts:
-            times: dict[str, list[float]] = {name: [] for name in contenders}
+    for batch, context in itertools.product(plan.batches, plan.prompts):
+        try:
             for contender in contenders.values():
-                contender.context(prompt, batch)
+                contender.ready(batch, context, STEPS * (plan.rounds + 1))
                 contender.stretch()
-            if plan.device == "cuda":
-                torch.cuda.synchronize()
-                torch.cuda.reset_peak_memory_stats()
-            before = allocated(plan.device)
-            for _ in range(plan.rounds):
-                for name, contender in contenders.items():
-                    times[name].append(seconds(contender.stretch, device) / STEPS)
-            grown = torch.cuda.max_memory_allocated() - before if plan.device == "cuda" else 0
+        except torch.OutOfMemoryError:
+            yield make(f"{contender.name} batch {batch} context {context}", "headmax", "out of memory", 1, "")
+            continue
+        if plan.device == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        before = allocated(plan.device)
+        times: dict[str, list[float]] = {name: [] for name in contenders}
+        for _ in range(plan.rounds):
             for name, contender in contenders.items():
-                taken, case = median(times[name]), f"{contender.name} batch {batch} context {prompt}"
+                times[name].append(seconds(contender.stretch, torch.device(plan.device)) / STEPS)
+        grown = torch.cuda.max_memory_allocated() - before if plan.device == "cuda" else 0
+        for name, contender in contenders.items():
+            taken, case = median(times[name]), f"{contender.name} batch {batch} context {context}"
+            extra: dict[str, Any] = {"rounds": plan.rounds, "steps": STEPS, "best": 1e3 * min(times[name])}
+            extra |= {"dtype": str(plan.dtype).removeprefix("torch."), "state": str(plan.state_dtype).removeprefix("torch.")}
+            if not contender.attends:
                 moved = step_bytes(contender.engine, batch)
-                extra: dict[str, Any] = {"rounds": plan.rounds, "steps": STEPS, "best": 1e3 * min(times[name]), "GB moved": moved / 1e9}
-                extra |= {"state": str(plan.state_dtype).removeprefix("torch."), "dtype": str(plan.dtype).removeprefix("torch.")}
-                if bandwidth is not None and contender.max_length is None:
-                    extra["of the bandwidth"] = moved / taken / bandwidth
-                yield make(case, "headmax", "latency per token", 1e3 * taken, "ms", **extra)
-                yield make(case, "headmax", "tokens per second", batch / taken, "tokens/s")
-                if plan.device == "cuda":
-                    yield make(case, "headmax", "memory", (contender.own + grown) / 2**30, "GiB")
-            if set(contenders) == {"plain", "softmax"}:
-                ratio, half = paired(times["softmax"], times["plain"])
-                case = f"{plan.recipe} batch {batch} context {prompt}"
-                yield make(case, "headmax", "softmax over plain/latency", ratio, "ratio", interval=[ratio - half, ratio + half])
+                extra |= {"GB moved": moved / 1e9} | ({} if bandwidth is None else {"of the bandwidth": moved / taken / bandwidth})
+            yield make(case, "headmax", "latency per token", 1e3 * taken, "ms", **extra)
+            yield make(case, "headmax", "tokens per second", batch / taken, "tokens/s")
+            if plan.device == "cuda":
+                yield make(case, "headmax", "memory", (contender.own + grown) / 2**30, "GiB")
+        if set(contenders) == {"plain", "softmax"}:
+            ratio, half = paired(times["softmax"], times["plain"])
+            case = f"{plan.recipe} batch {batch} context {context}"
+            yield make(case, "headmax", "softmax over plain/latency", ratio, "ratio", interval=[ratio - half, ratio + half])
 
 
 def generations(plan: Plan, contenders: dict[str, Contender], make: Recorder) -> Iterator[Record]:
-    """Whole generations of one text, prompt included, as a user calls them."""
-    for contender in contenders.values() if plan.decoded else ():
-        contender.batch(1)
+    """Whole generations of one text, prompt included, as a user calls them; the first of two is to warm up."""
+    for contender, count in itertools.product(contenders.values(), plan.decoded):
+        contender.ready(1, plan.prompts[0], count)
         prompt = random_tokens(contender.model, plan.prompts[0])
-        for count in (2, *plan.decoded):
-            begin = time.perf_counter()
-            contender.engine.generate(Request(prompt, max_new_tokens=count, sampling=GREEDY))
-            taken, case = time.perf_counter() - begin, f"{contender.name} batch 1 context {plan.prompts[0]} decoded {count}"
-            if count in plan.decoded:  # the first one captures the graph
-                yield make(case, "headmax", "end to end", taken, "s", per_token=1e3 * taken / count)
+        contender.engine.generate(Request(prompt, max_new_tokens=2, sampling=GREEDY))
+        begin = time.perf_counter()
+        contender.engine.generate(Request(prompt, max_new_tokens=count, sampling=GREEDY))
+        taken, case = time.perf_counter() - begin, f"{contender.name} batch 1 context {plan.prompts[0]} decoded {count}"
+        yield make(case, "headmax", "end to end", taken, "s", per_token=1e3 * taken / count)
 
 
 def drift(model: HeadmaxForCausalLM, tokens: Tensor, state_dtype: torch.dtype, marks: Sequence[int]) -> Iterator[tuple[int, float, float]]:
@@ -167,12 +168,14 @@ def drift(model: HeadmaxForCausalLM, tokens: Tensor, state_dtype: torch.dtype, m
 def agreement(model: HeadmaxForCausalLM, engine: Engine, prompt: Sequence[int], count: int) -> tuple[int | None, float]:
     """Where the engine's greedy tokens first differ from Hugging Face `generate`'s, and by how much the model itself prefers
     the one over the other there: (None, 0.0) if they are the same."""
-    mine = engine.generate(Request(prompt, max_new_tokens=count, sampling=GREEDY))[0].tokens
+    ends = model.config.eos_token_id
+    stop = [] if ends is None else [ends] if isinstance(ends, int) else ends
+    mine = engine.generate(Request(prompt, max_new_tokens=count, sampling=GREEDY, stop_tokens=stop))[0].tokens
     ids = torch.tensor([list(prompt)], device=model.device)
-    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": count, "min_new_tokens": count}
     hugging_face: Any = model
-    theirs = hugging_face.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, ids.shape[1] :].tolist()
-    for n, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+    whole = hugging_face.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count)
+    theirs = whole[0, ids.shape[1] :].tolist()
+    for n, (a, b) in enumerate(zip(mine, theirs, strict=False)):
         if a != b:
             with torch.no_grad():
                 logits = model(torch.tensor([[*prompt, *mine[:n]]], device=model.device), logits_to_keep=1).logits[0, -1]
@@ -257,20 +260,18 @@ def _measure(plan: Plan) -> Iterator[Record]:
     ceilings = Ceilings.of(device)
     if ceilings is not None:
         yield make("1 GiB", "torch", "copy", ceilings.bytes / 1e12, "TB/s")
-    if plan.group == "headmax":
-        contenders = {"plain": Contender(plan.recipe, plan), "softmax": Contender(f"softmax-{plan.recipe}", plan)}
-    else:
-        length = max(plan.prompts) + max(STEPS * (plan.rounds + 1), *plan.decoded, 0)
-        contenders = {"transformer": Contender(f"transformer-{plan.recipe.split('-')[-1]}", plan, length)}
+    names = {"plain": plan.recipe, "softmax": f"softmax-{plan.recipe}"}
+    if plan.group == "transformer":
+        names = {"transformer": f"transformer-{plan.recipe.split('-')[-1]}"}
+    contenders = {kind: Contender(name, plan) for kind, name in names.items()}
     yield from latencies(plan, contenders, make, None if ceilings is None else ceilings.bytes)
     yield from generations(plan, contenders, make)
     if plan.drift and plan.group == "headmax":
         softmax = contenders["softmax"]
         tokens, marks = torch.tensor(random_tokens(softmax.model, plan.drift)), [plan.drift >> n for n in range(4, -1, -1)]
         for fed, largest, divergence in drift(softmax.model, tokens, torch.bfloat16, marks):
-            yield make(
-                f"{softmax.name} after {fed} tokens", "headmax", "bfloat16 state/largest logit difference", largest, "", KL=divergence
-            )
+            case = f"{softmax.name} after {fed} tokens"
+            yield make(case, "headmax", "bfloat16 state/logits apart", largest, "at most", KL=divergence)
 
 
 def line(record: Record) -> str:
@@ -282,10 +283,7 @@ def line(record: Record) -> str:
     return text
 
 
-def bench(plans: Iterable[Plan], limit: float | None, say: Callable[[str], None]) -> list[Record]:
-    """All plans, one after the other; with a `limit` in seconds each in a process of its own."""
-    found: list[Record] = []
-    for plan in plans:
-        say(f"{plan.recipe}: {plan.group}")
-        found += measure(plan) if limit is None else isolated(measure, plan, limit=limit, say=say)
-    return found
+def bench(plan: Plan, limit: float | None, say: Callable[[str], None]) -> list[Record]:
+    """One plan; with a `limit` in seconds in a process of its own."""
+    say(f"{plan.recipe}: {plan.group}")
+    return list(measure(plan)) if limit is None else isolated(measure, plan, limit=limit, say=say)

@@ -28,6 +28,25 @@ def kernels() -> str:
     return "\n".join([*lines, "", f"B=1 T=4096 H=4 K=128 V=256 float32, {peer.device}, commit {peer.commit}."])
 
 
+def steps() -> str:
+    """Whole training steps on a GPU, ours beside the peer's."""
+    found = list(records.read(records.RESULTS / "train_h200.jsonl"))
+    values = {(r.case, r.impl, *r.metric.split("/")): r for r in found if "/" in r.metric}
+    lines = ["| training step, length x batch | tokens/s | peak memory, GiB | of the measured matmul rate |", "|---|---|---|---|"]
+    for (case, impl, variant, metric), record in values.items():
+        if metric == "tokens per second":
+            recipe, size = case.split()
+            scale = recipe.split("-", 1)[1]
+            plain = f"transformer-{scale}" if variant == "transformer" else recipe
+            name = "softmax-" * (variant == "softmax") + plain + ", flash-linear-attention" * (impl == "fla")
+            memory, rate = (values[case, impl, variant, other].value for other in ("peak memory", "MFU"))
+            lines.append(f"| {name}, {size} | {record.value:,.0f} | {memory:.1f} | {rate:.0%} |")
+    first = [f"{r.metric.split('/')[0]} {r.value:.0f} s" for r in found if r.metric.endswith("first step, empty caches")]
+    note = f"Float32 parameters, bfloat16 compute, fused AdamW, {found[0].device}, commit {found[0].commit}. The softmax of"
+    note += f" flash-linear-attention's model is put on by hand in PyTorch. First step with empty caches: {', '.join(first)}."
+    return "\n".join([*lines, "", note])
+
+
 def demo() -> str:
     """What all recorded seeds of the demo gave."""
     lines = ["| setting | seeds | " + " | ".join(VARIANTS) + " | softmax ahead of plain | of uniform |", "|---" * (4 + len(VARIANTS)) + "|"]
@@ -38,7 +57,7 @@ def demo() -> str:
     return "\n".join([*lines, "", "Held-out accuracy, averaged over training (so that faster learning counts) and over seeds."])
 
 
-SECTIONS: dict[str, Callable[[], str]] = {"kernels": kernels, "demo": demo}
+SECTIONS: dict[str, Callable[[], str]] = {"kernels": kernels, "steps": steps, "demo": demo}
 
 
 def render(text: str) -> str:

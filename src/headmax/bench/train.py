@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,9 +30,10 @@ class Plan:
     rounds: int
 
 
-def ours(name: str) -> nn.Module:
+def ours(name: str, compiled: bool = True) -> nn.Module:
     model = HeadmaxForCausalLM(recipes.get(name).model)
-    model.model.compile_blocks()
+    if compiled:
+        model.model.compile_blocks()
     return model
 
 
@@ -112,6 +114,8 @@ def models(plan: Plan) -> dict[tuple[str, str], Callable[[], nn.Module]]:
         },
         "fla": {("fla", "plain"): lambda: fla(plan.recipe)},
         "fla-gates": {("fla", "softmax"): lambda: naive_gates(fla(plan.recipe), plan.recipe)},
+        "cold eager": {("headmax", "eager"): lambda: ours(f"softmax-{plan.recipe}", compiled=False)},
+        "cold compiled": {("headmax", "compiled"): lambda: ours(f"softmax-{plan.recipe}")},
         "transformer": {("headmax", "transformer"): lambda: ours(f"transformer-{plan.recipe.split('-')[1]}")},
     }[plan.group]
 
@@ -153,8 +157,10 @@ def measure(plan: Plan) -> Iterator[Record]:
         step()
         torch.cuda.synchronize()
         steps[impl, variant] = step
-        case = f"{plan.recipe} {plan.grid[0][0]}x{plan.grid[0][1]}"
-        yield make(case, impl, f"{variant}/first step", time.perf_counter() - begin, "s")
+        if plan.group.startswith("cold"):
+            case = f"softmax-{plan.recipe} {plan.grid[0][0]}x{plan.grid[0][1]}"
+            yield make(case, impl, f"{variant}/first step, empty caches", time.perf_counter() - begin, "s")
+            return
     for length, batch in plan.grid:
         case = f"{plan.recipe} {length}x{batch}"
         peaks: dict[tuple[str, str], int] = {}
@@ -194,10 +200,10 @@ def own_bytes(step: Step) -> int:
 
 def bench(
     recipe: str, groups: Sequence[str], grid: Sequence[tuple[int, int]], rounds: int, limit: float, say: Callable[[str], None]
-) -> list[Record]:
+) -> Iterator[Record]:
     """All groups, one after the other on the same card."""
-    found: list[Record] = []
     for group in groups:
         say(f"{recipe}: {group}")
-        found += isolated(measure, Plan(recipe, group, grid, rounds), limit=limit, say=say)
-    return found
+        with tempfile.TemporaryDirectory() as empty:
+            caches = {"TRITON_CACHE_DIR": empty, "TORCHINDUCTOR_CACHE_DIR": empty} if group.startswith("cold") else {}
+            yield from isolated(measure, Plan(recipe, group, grid, rounds), limit=limit, say=say, environment=caches)

@@ -2,40 +2,68 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
-from torch import Tensor
+
+from headmax.data.source import Batch
 
 
 @dataclass(frozen=True)
 class MQAR:
     """k_1 v_1 ... k_n v_n, then the n keys shuffled: 3n tokens, of which the last n are answered where they stand.
 
-    Keys are the lower half of the vocabulary, all different; values are drawn from the upper half.
+    Keys are the lower half of the vocabulary, all different; values are drawn from the upper half. One token more ends a
+    sample, so that the last answer too has a place after its query.
     """
 
-    num_pairs: int = 8
+    num_pairs: int = 16
+    """Key-value pairs to remember."""
     vocab_size: int = 64
+    """Keys and values together."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_pairs <= self.vocab_size // 2:
             raise ValueError(f"MQAR: num_pairs must be between 1 and vocab_size / 2 = {self.vocab_size // 2}, got {self.num_pairs}")
 
     @property
-    def time(self) -> int:
-        return 3 * self.num_pairs
+    def length(self) -> int:
+        return 3 * self.num_pairs + 1
 
     @property
     def chance(self) -> float:
         """Accuracy of guessing among the values."""
         return 1 / (self.vocab_size - self.vocab_size // 2)
 
-    def batch(self, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """(tokens [size, 3n], answers [size, n] to the last n tokens), fresh from the generator."""
-        half, n = self.vocab_size // 2, self.num_pairs
-        keys = torch.rand(size, half, generator=generator).argsort(dim=-1)[:, :n]
-        values = torch.randint(half, self.vocab_size, (size, n), generator=generator)
-        order = torch.rand(size, n, generator=generator).argsort(dim=-1)
-        pairs = torch.stack([keys, values], dim=-1).flatten(1)
-        return torch.cat([pairs, keys.gather(1, order)], dim=1), values.gather(1, order)
+    def samples(self, seed: int) -> MQARSamples:
+        return MQARSamples(self, seed)
+
+    def held_out(self, seed: int) -> MQARSamples:
+        """Samples that training on `seed` does not see."""
+        return MQARSamples(self, seed + 1_000_000_007)
+
+
+class MQARSamples:
+    """A source of samples: number i depends on the seed and i alone."""
+
+    def __init__(self, task: MQAR, seed: int) -> None:
+        self.task, self.seed = task, seed
+        self.vocab_size, self.length = task.vocab_size, task.length
+
+    @property
+    def identity(self) -> dict[str, str | int]:
+        return {"task": "mqar", "seed": self.seed, "num_pairs": self.task.num_pairs, "vocab_size": self.vocab_size}
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """These samples: [B, 3n + 1], labelled with the answer after each query."""
+        half, n = self.vocab_size // 2, self.task.num_pairs
+        tokens = np.zeros((len(indices), self.length), dtype=np.int64)
+        labels = np.full_like(tokens, -100)
+        for row, index in enumerate(indices):
+            random = np.random.default_rng((self.seed, index))
+            keys, values, order = random.permutation(half)[:n], random.integers(half, self.vocab_size, n), random.permutation(n)
+            tokens[row, 0 : 2 * n : 2], tokens[row, 1 : 2 * n : 2], tokens[row, 2 * n : 3 * n] = keys, values, keys[order]
+            labels[row, 2 * n + 1 :] = values[order]
+        return Batch(torch.from_numpy(tokens), torch.from_numpy(labels), None)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
-from torch import Tensor
 
-from headmax import HeadGateConfig, HeadmaxConfig, HeadmaxForCausalLM, records
+from headmax import HeadGateConfig, HeadmaxForCausalLM, records
 from headmax.data.mqar import MQAR
+from headmax.recipes.recall import recall_model, recall_training
+from headmax.train.metrics import Line
+from headmax.train.trainer import fit
 
 VARIANTS = {"plain": None, "uniform": HeadGateConfig(kind="uniform"), "softmax": HeadGateConfig()}
 """No gates; gates frozen at their mean, the control; gates that compete."""
@@ -26,57 +28,15 @@ RECORDS = records.RESULTS / "demo.jsonl"
 class Run:
     """One variant's training: accuracy on held-out sequences at the steps where it was measured."""
 
-    steps: list[int]
-    accuracy: list[float]
-    model: HeadmaxForCausalLM
-
-
-def build(variant: str, task: MQAR, heads: int, key: int, seed: int) -> HeadmaxForCausalLM:
-    torch.manual_seed(seed)
-    return HeadmaxForCausalLM(
-        HeadmaxConfig(
-            mixer="linear",
-            hidden_size=64,
-            num_hidden_layers=2,
-            num_heads=heads,
-            head_k_dim=key,
-            conv_size=4,
-            vocab_size=task.vocab_size,
-            head_gate=VARIANTS[variant],
-        )
-    )
-
-
-def accuracy(model: HeadmaxForCausalLM, tokens: Tensor, answers: Tensor) -> float:
-    model.eval()
-    with torch.no_grad():
-        logits = model(tokens, logits_to_keep=answers.shape[1], use_cache=False).logits
-    return float((logits.argmax(-1) == answers).float().mean())
-
-
-def train(
-    model: HeadmaxForCausalLM, task: MQAR, steps: int, seed: int, every: int = 50, peak: float = 3e-3
-) -> Iterator[tuple[int, float | None]]:
-    """Trains in place; yields (step, held-out accuracy where it was measured)."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, 0.95), weight_decay=0.0)
-    data = torch.Generator().manual_seed(seed)
-    held_out = task.batch(512, torch.Generator().manual_seed(1_000_000 + seed))
-    for step in range(1, steps + 1):
-        model.train()
-        tokens, answers = task.batch(64, data)
-        logits = model(tokens, logits_to_keep=task.num_pairs).logits
-        loss = F.cross_entropy(logits.flatten(0, 1), answers.flatten())
-        optimizer.param_groups[0]["lr"] = peak * min(1.0, step / 50)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        yield step, accuracy(model, *held_out) if step % every == 0 or step == steps else None
+    steps: list[int] = field(default_factory=list)
+    accuracy: list[float] = field(default_factory=list)
+    model: HeadmaxForCausalLM | None = None
 
 
 def run(*, seed: int, heads: int, pairs: int, key: int, steps: int, out: Path, record: Path | None) -> None:
     """Trains the variants on the same data from the same seed, draws the picture, prints the table and what earlier seeds gave."""
-    from headmax.demo.figure import draw, require_matplotlib
+    from headmax.analysis.style import require_matplotlib
+    from headmax.demo.figure import draw, show_gates
 
     require_matplotlib()
     if steps < 1:
@@ -86,21 +46,28 @@ def run(*, seed: int, heads: int, pairs: int, key: int, steps: int, out: Path, r
     task = MQAR(num_pairs=pairs, vocab_size=64)
     case = f"mqar pairs={pairs} heads={heads} key={key} steps={steps}"
     console.print(
-        f"Associative recall: {pairs} key-value pairs, then each key asks for its value ({task.time} tokens, chance {task.chance:.3f})."
+        f"Associative recall: {pairs} key-value pairs, then each key asks for its value ({3 * pairs} tokens, chance {task.chance:.3f})."
     )
     runs: dict[str, Run] = {}
+    settings = replace(recall_training(task, steps=steps, seed=seed), device="cpu", checkpoint_every=0)
     columns = (TextColumn("{task.description:8}"), BarColumn(), MofNCompleteColumn(), TextColumn("accuracy {task.fields[accuracy]:.3f}"))
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as progress:
         bars = {variant: progress.add_task(variant, total=steps, accuracy=0.0, start=False) for variant in VARIANTS}
         for variant, bar in bars.items():
             progress.start_task(bar)
-            runs[variant] = Run([], [], build(variant, task, heads, key, seed))
-            for step, measured in train(runs[variant].model, task, steps, seed):
-                if measured is not None:
-                    runs[variant].steps.append(step)
-                    runs[variant].accuracy.append(measured)
-                    progress.update(bar, accuracy=measured)
-                progress.update(bar, completed=step)
+            run = runs[variant] = Run()
+
+            def show(line: Line, run: Run = run, bar: TaskID = bar) -> None:
+                if "validation" in line:
+                    run.steps.append(line["step"])
+                    run.accuracy.append(line["validation"]["accuracy"])
+                    progress.update(bar, accuracy=run.accuracy[-1])
+                progress.update(bar, completed=line["step"])
+
+            shutil.rmtree(out / variant, ignore_errors=True)
+            model = recall_model("linear", task, head_gate=VARIANTS[variant], num_heads=heads, head_k_dim=key)
+            source, held_out = task.samples(seed), task.held_out(seed)
+            run.model = fit(model, settings, source, out / variant, validation=held_out, show=show)
 
     make = records.Recorder("demo", "cpu")
     made = [
@@ -114,6 +81,8 @@ def run(*, seed: int, heads: int, pairs: int, key: int, steps: int, out: Path, r
     if record is not None:
         records.append(record, made)
     draw(runs, task, seed, out / "demo.png")
+    assert runs["softmax"].model is not None
+    show_gates(runs["softmax"].model, task, seed, out / "report.html")
 
     table = Table("", "accuracy", "mean over training", title=f"after {steps} steps, seed {seed}", title_justify="left", box=None)
     for variant, r in runs.items():
@@ -122,7 +91,7 @@ def run(*, seed: int, heads: int, pairs: int, key: int, steps: int, out: Path, r
     console.print(verdict({variant: mean(r.accuracy) for variant, r in runs.items()}))
     for line in earlier_seeds(RECORDS):
         console.print(line, soft_wrap=True)
-    console.print(f"Picture: {out / 'demo.png'}")
+    console.print(f"Picture: {out / 'demo.png'}. Who wins each token: open {out / 'report.html'} in a browser.", soft_wrap=True)
 
 
 def mean(values: list[float]) -> float:

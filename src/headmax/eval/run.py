@@ -72,7 +72,7 @@ class Evaluation:
     failures: list[str] = field(default_factory=list)
     _built: dict[str, tuple[Any, str]] = field(default_factory=dict)
 
-    def requests(self, tasks: Sequence[str], say: Callable[[str], None]) -> dict[str, list[Request]]:
+    def requests(self, tasks: Sequence[str], say: Callable[[str], object]) -> dict[str, list[Request]]:
         """Stage 1: what each task asks."""
         made = {}
         for task in tasks:
@@ -81,7 +81,7 @@ class Evaluation:
                 made[task] = self._recall(task)[0] if task in names.MQAR else self._asked(task)
         return made
 
-    def metrics(self, tasks: Sequence[str], scores: Mapping[str, Score], say: Callable[[str], None]) -> dict[str, list[Metric]]:
+    def metrics(self, tasks: Sequence[str], scores: Mapping[str, Score], say: Callable[[str], object]) -> dict[str, list[Metric]]:
         """Stage 3: metrics of each task, from scores."""
         made = {}
         for task in tasks:
@@ -172,8 +172,8 @@ class Evaluation:
     def _recall(self, name: str) -> tuple[list[Request], MQAR]:
         task = MQAR(names.MQAR[name], self.config.vocab_size)
         number = min(RECALL_SAMPLES, self.settings.limit or RECALL_SAMPLES)
-        batch = task.batch(number, torch.Generator().manual_seed(self.settings.seed))
-        rows = zip(*(x.tolist() for x in batch), strict=True)
+        batch, n = task.held_out(self.settings.seed).batch(range(number)), task.num_pairs
+        rows = zip(batch.tokens[:, : 3 * n].tolist(), batch.labels[:, 2 * n + 1 :].tolist(), strict=True)
         return [Request("recall", tuple(tokens), tuple(answers)) for tokens, answers in rows], task
 
     def _recalled(self, name: str, scores: Mapping[str, Score]) -> list[Metric]:

@@ -139,16 +139,18 @@ class Sampler:
 
     def _draw(self, scores: Tensor, u: Tensor, features: Features) -> Tensor:
         """The first token at which the summed probabilities exceed u, in the vocabulary's order: it depends on the request alone."""
-        rows = scores.shape[0]
-        probability = torch.softmax(scores, -1)
+        probability = self.truncate(torch.softmax(scores, -1), features)
+        total = probability.cumsum(-1)
+        beyond = (total > u * total.amax(-1, keepdim=True)) & (probability > 0)
+        return torch.where(beyond.any(-1), beyond.int().argmax(-1), probability.argmax(-1))
+
+    def truncate(self, probability: Tensor, features: Features) -> Tensor:
+        """Probabilities [rows, vocabulary], zero where top_k, top_p or min_p forbid a token."""
+        rows = probability.shape[0]
         if features.sorted:
             ranked = probability.sort(-1, descending=True).values
             ranked = ranked.masked_fill(torch.arange(ranked.shape[1], device=ranked.device) >= self.top_k[:rows], 0.0)
             before = ranked.cumsum(-1) - ranked
             kept = (ranked > 0) & (before < self.top_p[:rows] * ranked.sum(-1, keepdim=True))
-            least = ranked.masked_fill(~kept, 2.0).amin(-1, keepdim=True)
-            probability = probability.masked_fill(probability < least, 0.0)
-        probability = probability.masked_fill(probability < self.min_p[:rows] * probability.amax(-1, keepdim=True), 0.0)
-        total = probability.cumsum(-1)
-        beyond = (total > u * total.amax(-1, keepdim=True)) & (probability > 0)
-        return torch.where(beyond.any(-1), beyond.int().argmax(-1), probability.argmax(-1))
+            probability = probability.masked_fill(probability < ranked.masked_fill(~kept, 2.0).amin(-1, keepdim=True), 0.0)
+        return probability.masked_fill(probability < self.min_p[:rows] * probability.amax(-1, keepdim=True), 0.0)

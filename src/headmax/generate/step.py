@@ -26,9 +26,9 @@ def layers(model: HeadmaxForCausalLM, path: Path) -> tuple[list[Layer], Callable
     """How each block decodes, and the head after them: in kernels, or by its own forward where it cannot or should not."""
     blocks = cast(Sequence[Block], model.model.layers)
     reasons = {block: "asked for" if path == "plain" else unfit(block) if path == "auto" else None for block in blocks}
-    said = {why for why in reasons.values() if why is not None}
-    if said and path == "auto" and model.device.type == "cuda":
-        logger.warning("decoding goes without fused kernels in some layers: %s", "; ".join(sorted(said)))
+    if path == "auto" and any(reasons.values()):
+        said = sorted({why for why in reasons.values() if why is not None})
+        logger.warning("decoding goes without fused kernels in some layers: %s", "; ".join(said))
     made: list[Layer] = [functools.partial(plain_step, block) for block in blocks]
     if all(reasons.values()):
         return made, lambda x: model.lm_head(model.model.norm(x)).float()
@@ -43,6 +43,8 @@ class Step:
 
     def __init__(self, model: HeadmaxForCausalLM, slots: int, state_dtype: torch.dtype, length: int | None, path: Path) -> None:
         self.model, self.length, device = model, length, model.device
+        if path == "auto" and device.type != "cuda":
+            path = "plain"  # kernels could only be interpreted
         self.layers, self.head = layers(model, path)
         self.memory = [make_slots(block, slots, state_dtype, length) for block in model.model.layers]
         self.tokens = torch.zeros(slots, dtype=torch.int64, device=device)

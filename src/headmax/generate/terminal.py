@@ -46,7 +46,6 @@ class Settings:
     max_new_tokens: int
     sampling: Sampling
     stop_strings: Sequence[str]
-    stop_tokens: Sequence[int]
 
 
 class Shown:
@@ -68,7 +67,9 @@ class Shown:
 
 def continue_text(engine: Engine, prompt: str, prefix: PrefixState | None, settings: Settings) -> Completion:
     """Shows the continuation on standard output and a line about it on standard error."""
-    request = Request(prompt, prefix, settings.max_new_tokens, settings.sampling, settings.stop_tokens, settings.stop_strings)
+    ends = engine.model.config.eos_token_id
+    ends = [] if ends is None else [ends] if isinstance(ends, int) else ends
+    request = Request(prompt, prefix, settings.max_new_tokens, settings.sampling, ends, settings.stop_strings)
 
     def write(text: str) -> None:
         print(text, end="", flush=True)
@@ -91,3 +92,10 @@ def interact(engine: Engine, prefix: PrefixState | None, settings: Settings) -> 
             return
         completion = continue_text(engine, line, prefix, settings)
         prefix = engine.prefill([*engine.encode(line, prefix is None).tolist(), *completion.tokens], prefix)
+
+
+def keep(engine: Engine, prompt: str, prefix: PrefixState | None, path: Path) -> None:
+    """Reads the prompt and keeps what the model then remembers in a file."""
+    read = engine.prefill(prompt, prefix)
+    read.save(path)
+    print(f"headmax: wrote {path}: {len(read):,} tokens, {read.nbytes() / 2**20:.1f} MiB", file=sys.stderr)

@@ -20,6 +20,8 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """The text that is certain after one more token; sets `stopped` where a stop string appears, which is cut off."""
+        if self.stopped:
+            return ""
         self.window.append(token)
         text = self._decode(self.window)
         if not text.endswith("�"):  # a character whose bytes are not all there yet

@@ -31,7 +31,7 @@ register(
 def _check_labels(labels: Tensor, size: int) -> None:
     """Refuses labels that name no token: at once, but on a GPU, which is not waited for, by an assert over there."""
     known = (labels == IGNORED) | ((labels >= 0) & (labels < size))
-    wanted = f"linear_cross_entropy: labels must be {IGNORED} or below {size}, the vocabulary"
+    wanted = f"linear_cross_entropy: labels must be {IGNORED} or 0 to {size - 1}, the vocabulary"
     if labels.is_cuda:
         torch._assert_async(known.all(), wanted)
     elif not known.all():

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from headmax.layers.block import Block
 from headmax.layers.decoding import AttentionSlots, Place, RecurrentSlots, Slots, unfit
-from headmax.layers.head_gate import HeadGate
 from headmax.layers.mixers.attention import Attention
 from headmax.layers.mixers.base import RecurrentMixer
 from headmax.layers.norm import RMSNorm
@@ -72,22 +71,35 @@ class FusedAttention:
         return linear(Input(o), self.mixer.o_proj.weight, residual=x)
 
 
-def score_rows(gate: HeadGate) -> dict[str, Tensor]:
-    """The scores of gates that look at the hidden state, as matrices on it [heads, hidden]; none where they look at q and k."""
-    weights = {"READS": gate.read_weight, "WRITES": gate.write_weight}
-    learned = {name: weight.detach() for name, weight in weights.items() if weight is not None and gate.source != "head"}
-    return {name: weight if gate.source == "hidden" else torch.block_diag(*weight.unsqueeze(1)) for name, weight in learned.items()}
+def score_rows(mixer: RecurrentMixer) -> dict[str, Tensor]:
+    """The gates' scores as matrices on the hidden state [heads, hidden], where they are linear in it.
+
+    Scores of q and k are, too, unless a convolution stands between: <W x, w> = <W^T w, x>. The kernel then need not look at all heads.
+    """
+    gate = mixer.head_gate
+    if gate is None or (gate.source == "head" and mixer.convs is not None):
+        return {}
+    made = {}
+    for name, weight, matrix in (("READS", gate.read_weight, mixer.q_proj), ("WRITES", gate.write_weight, mixer.k_proj)):
+        if weight is not None and gate.source == "head":
+            heads = matrix.weight.detach().float().unflatten(0, (mixer.num_heads, -1))
+            rows = torch.einsum("hgk,hke->hge", weight.detach().float().unflatten(0, (mixer.num_heads, -1)), heads)
+            made[name] = rows.flatten(0, 1).to(matrix.weight.dtype)
+        elif weight is not None:
+            made[name] = weight.detach() if gate.source == "hidden" else torch.block_diag(*weight.detach().unsqueeze(1))
+    return made
 
 
-def gate_arguments(gate: HeadGate | None, read_after_norm: bool) -> dict[str, Any]:
+def gate_arguments(mixer: RecurrentMixer) -> dict[str, Any]:
     """What the mixer's kernel needs to know of the gates."""
+    gate = mixer.head_gate
     made: dict[str, Any] = {"read_weight": None, "write_weight": None, "temperature": 1.0, "gate_scale": 1.0}
     made |= {"KIND": "uniform", "READ": "none", "WRITE": False}
     if gate is not None:
         made |= {"temperature": gate.temperature, "gate_scale": gate.scale, "KIND": gate.kind, "WRITE": gate.write}
         if gate.read:
-            made["READ"] = "after_norm" if read_after_norm else "query"
-        if gate.source == "head":
+            made["READ"] = "after_norm" if mixer.read_after_norm else "query"
+        if gate.source == "head" and mixer.convs is not None:
             made |= {"read_weight": gate.read_weight, "write_weight": gate.write_weight}
     return made
 
@@ -100,19 +112,20 @@ class FusedMixer:
         parts = {"Q": mixer.q_proj, "KEYS": mixer.k_proj, "VALUES": mixer.v_proj, "SWISH": mixer.g_proj}
         parts |= dict(zip(("DECAYS", "BETAS"), terms.projections, strict=False))
         matrices = {name: matrix for name, matrix in parts.items() if matrix is not None}
-        scores = {} if mixer.head_gate is None else score_rows(mixer.head_gate)
-        self.inputs = stack(list(matrices.values()), *scores.values())
+        scores = score_rows(mixer)
         self.starts, start = dict.fromkeys(("DECAYS", "BETAS", "READS", "WRITES"), 0), 0
         for name, rows in ({name: m.out_features for name, m in matrices.items()} | {name: len(x) for name, x in scores.items()}).items():
             self.starts[name] = start
             start += rows
+        spare = norm.weight.new_zeros(-start % 16, len(norm.weight))  # the product's rows then start where 16 bytes can be loaded at once
+        self.inputs = stack(list(matrices.values()), *scores.values(), spare)
         self.swish = self.starts.pop("SWISH", None)
         self.taps = None if mixer.convs is None else torch.cat([conv.get_parameter("weight").detach() for conv in mixer.convs])
         self.output_norm: dict[str, Any] = {}
         if mixer.output_norm.kind != "none":
             own, groups = mixer.output_norm.norm, mixer.num_v_heads if mixer.output_norm.kind == "head" else 1
             self.output_norm = {"norm": own.weight, "eps": own.eps, "groups": groups}
-        self.arguments: dict[str, Any] = gate_arguments(mixer.head_gate, mixer.read_after_norm) | {
+        self.arguments: dict[str, Any] = gate_arguments(mixer) | {
             "decay_weight": terms.decay_weight,
             "decay_bias": terms.decay_bias,
             "normalizer": terms.normalizer,

@@ -234,7 +234,7 @@ def linear(
     else:
         block, wide = 16 if outputs <= 8192 else 64, weight.element_size() == 4
         tiles = {"BM": 16, "BN": block, "BK": max(16, size) if groups > 1 else max(16, min(128, size))}
-        tiles |= {"num_warps": 4, "num_stages": 1 if wide else 2 if groups > 1 else 4}
+        tiles |= {"num_warps": 4, "num_stages": 1 if wide or tiles["BK"] > 256 else 2 if groups > 1 else 4}  # what shared memory holds
         linear_rows_kernel[(triton.cdiv(outputs, block),)](**arguments, rows=rows, PRECISION=dot_precision(weight.dtype), **tiles)
     return out
 

@@ -79,7 +79,7 @@ def mixer_step_kernel(
     READS: tl.constexpr, WRITES: tl.constexpr,
     H: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RANK: tl.constexpr,
     DECAY: tl.constexpr, FEATURE: tl.constexpr, KIND: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr, BR: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
     """BV value channels of one head of one sequence. `projected` has a row per sequence; Q, KEYS, ... say where each part of it starts."""
     head, sequence = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -121,10 +121,10 @@ def mixer_step_kernel(
         decay = tl.exp(tl.load(decay_bias + head).to(tl.float32))
         memory, o = linear_attention_step(memory, q, k, v, decay, read, write)
     elif DECAY == "channel":
-        rank = tl.arange(0, BR)
-        low = tl.load(row + DECAYS + rank, mask=rank < RANK, other=0.0).to(tl.float32)
-        up = tl.load(decay_weight + at[:, None] * RANK + rank[None, :], mask=inside[:, None] & (rank[None, :] < RANK), other=0.0)
-        x = tl.sum(up.to(tl.float32) * low[None, :], 1) + tl.load(decay_bias + at, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(decay_bias + at, mask=inside, other=0.0).to(tl.float32)
+        for r in tl.static_range(RANK):
+            up = tl.load(decay_weight + r * KEY_HEADS * K + at, mask=inside, other=0.0)
+            x += tl.load(row + DECAYS + r).to(tl.float32) * up.to(tl.float32)
         log_sigmoid = tl.minimum(x, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(x)))
         memory, o = gla_step(memory, q, k, v, tl.exp(log_sigmoid / normalizer), read, write)
     else:
@@ -171,7 +171,6 @@ def mixer_step(
         BK=max(16, triton.next_power_of_2(key)),
         BV=width,
         BH=triton.next_power_of_2(heads),
-        BR=triton.next_power_of_2(arguments["RANK"]),
         num_warps=warps,
         **starts,
         **arguments,

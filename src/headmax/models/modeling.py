@@ -182,7 +182,8 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
                 packing=packing,
                 mask=full_mask if attends else mask,
             )
-            gates.append(gate)
+            if return_gates:
+                gates.append(gate)
             if layer is not None and use_cache:
                 layer.advance(state, time if packing is None else packing.cu_seqlens.diff())
         x = self.norm(x)

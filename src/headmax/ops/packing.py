@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 CHUNK = 64
 """Tokens per chunk; every chunked backend shares it."""
+DEVICE_TABLES = ("cu_seqlens", "sequence_ids", "positions", "slot_tokens", "token_slots", "chunk_table", "chunk_starts")
 
 _built = WeakIdKeyDictionary()
 """What `Packing.of` built, by the boundaries' tensor."""
@@ -46,32 +48,40 @@ class Packing:
             if cu_seqlens.ndim != 1 or cu_seqlens.is_floating_point() or cu_seqlens.dtype == torch.bool:
                 raise ValueError(f"cu_seqlens must be a 1-D integer tensor, got {cu_seqlens.dtype} of shape {list(cu_seqlens.shape)}")
             device = cu_seqlens.device if device is None else device
-        bounds = torch.asarray(cu_seqlens, dtype=torch.int64, device="cpu", copy=True)
-        lengths = bounds.diff()
-        if bounds.numel() < 2 or bounds[0] != 0 or (lengths <= 0).any():
-            raise ValueError(f"cu_seqlens must rise strictly from 0, one step per sequence, got {_preview(bounds)}")
+        # numpy: a loader builds one for every batch, and torch would wake its threads for tables of a few thousand numbers
+        bounds = torch.asarray(cu_seqlens, dtype=torch.int64, device="cpu", copy=True).numpy()
+        lengths = np.diff(bounds)
+        if bounds.size < 2 or bounds[0] != 0 or (lengths <= 0).any():
+            raise ValueError(f"cu_seqlens must rise strictly from 0, one step per sequence, got {_preview(bounds.tolist())}")
         total = int(bounds[-1])
-        ids = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-        positions = torch.arange(total) - bounds[ids]
+        ids = np.repeat(np.arange(len(lengths)), lengths)
+        positions = np.arange(total) - np.repeat(bounds[:-1], lengths)
 
         self.size = min(CHUNK, 1 << (int(lengths.max()) - 1).bit_length())
-        self.slot_starts = _starts(lengths, self.size)
-        slots = self.slot_starts[ids] * self.size + positions
-        tokens = torch.full((int(self.slot_starts[-1]) * self.size,), total)
-        tokens[slots] = torch.arange(total)
+        slot_starts = _starts(lengths, self.size)
+        slots = np.repeat(slot_starts[:-1] * self.size, lengths) + positions
+        tokens = np.full(slot_starts[-1] * self.size, total)
+        tokens[slots] = np.arange(total)
 
-        starts = _starts(lengths, CHUNK)
-        first = (positions % CHUNK == 0).nonzero().flatten()
-        table = torch.stack([first, (bounds[1:][ids[first]] - first).clamp_max(CHUNK)], dim=1)
-        self.cu_seqlens, self.sequence_ids, self.positions = bounds, ids, positions
-        self.slot_tokens, self.token_slots, self.chunk_table, self.chunk_starts = tokens, slots, table, starts
+        first = np.flatnonzero(positions % CHUNK == 0)
+        table = np.stack([first, np.minimum(bounds[1:][ids[first]] - first, CHUNK)], axis=1)
+        made = (bounds, ids, positions, slot_starts, tokens, slots, table, _starts(lengths, CHUNK))
+        tables = [torch.from_numpy(x) for x in made]
+        self.cu_seqlens, self.sequence_ids, self.positions, self.slot_starts = tables[:4]
+        self.slot_tokens, self.token_slots, self.chunk_table, self.chunk_starts = tables[4:]
         if device is not None:
             self.to(device)
 
     def to(self, device: torch.device | str) -> Packing:
         """Moves the device tables, in place as `nn.Module.to` does."""
-        for name in ("cu_seqlens", "sequence_ids", "positions", "slot_tokens", "token_slots", "chunk_table", "chunk_starts"):
+        for name in DEVICE_TABLES:
             setattr(self, name, getattr(self, name).to(device, non_blocking=True))
+        return self
+
+    def pin_memory(self) -> Packing:
+        """Moves the device tables to pinned memory, in place: `to` a GPU then does not wait."""
+        for name in DEVICE_TABLES:
+            setattr(self, name, getattr(self, name).pin_memory())
         return self
 
     @property
@@ -105,12 +115,10 @@ class Packing:
         return f"Packing({self.num_sequences} sequences, {self.num_tokens} tokens)"
 
 
-def _starts(lengths: Tensor, size: int) -> Tensor:
+def _starts(lengths: np.ndarray, size: int) -> np.ndarray:
     """The first chunk of each sequence when every sequence starts a chunk of its own, and the number of chunks."""
-    chunks = (lengths + size - 1) // size
-    return torch.cat([chunks.new_zeros(1), chunks.cumsum(0)])
+    return np.append(0, np.cumsum((lengths + size - 1) // size))
 
 
-def _preview(bounds: Tensor) -> str:
-    values = bounds.tolist()
+def _preview(values: list[int]) -> str:
     return str(values) if len(values) <= 8 else f"[{', '.join(map(str, values[:4]))}, ..., {', '.join(map(str, values[-3:]))}]"

@@ -20,16 +20,21 @@ def high_part(x):
 
 
 @triton.jit
-def running_sum(x, triangle, PRECISION: tl.constexpr):
-    """triangle @ x for a triangle of ones: sums down the rows, by the matrix units, in parts that keep 22 bits, for float32 inputs all."""
-    high = high_part(x)
-    sums = tl.dot(triangle, high, input_precision="tf32")
-    rest = x - high
+def running_sum(x, C: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr):
+    """Sums down the rows of [C, ...], from the end if REVERSE: by the matrix units, in two parts that keep 22 bits.
+
+    For float32 inputs one by one: the matrix units cut off what they add instead of rounding it.
+    """
     if PRECISION == "tf32x3":
-        middle = high_part(rest)
-        sums = tl.dot(triangle, middle, sums, input_precision="tf32")
-        rest -= middle
-    return tl.dot(triangle, rest, sums, input_precision="tf32")
+        return tl.cumsum(x, 0, reverse=REVERSE)
+    else:
+        rows = tl.arange(0, C)
+        if REVERSE:
+            triangle = tl.where(rows[:, None] <= rows[None, :], 1.0, 0.0)
+        else:
+            triangle = tl.where(rows[:, None] >= rows[None, :], 1.0, 0.0)
+        high = high_part(x)
+        return tl.dot(triangle, x - high, tl.dot(triangle, high, input_precision="tf32"), input_precision="tf32")
 
 
 @triton.jit
@@ -49,7 +54,7 @@ def channel_decays(
         reads, writes = tl.exp(tl.cumsum(step, 0)), tl.exp(tl.cumsum(later, 0, reverse=True))
     else:
         half = 0.5 * whole
-        offset = running_sum(step, tl.where(rows[:, None] >= rows[None, :], 1.0, 0.0), PRECISION) - half[None, :]
+        offset = running_sum(step, C, False, PRECISION) - half[None, :]
         reads, writes = tl.exp(tl.minimum(offset, 40.0)), tl.exp(tl.minimum(-offset, 40.0))
     return step, reads, writes, whole, half
 

@@ -283,9 +283,8 @@ def query_key_gradients_kernel(
             each = g_q * as_read.to(tl.float32) - g_k * as_written.to(tl.float32)
             leaves += kept  # both states are scaled by exp(half) already
         if DECAY_GRADIENT:
-            after = tl.where(rows[:, None] <= rows[None, :], 1.0, 0.0)
             p_g, in_g = tile(d_decay, first, count, head, k_start, H, K, C, BK)
-            tl.store(p_g, running_sum(each, after, PRECISION) + leaves[None, :], mask=inside)
+            tl.store(p_g, running_sum(each, C, True, PRECISION) + leaves[None, :], mask=inside)
         if EXACT:
             g_q, g_k = g_q * reads + more_q, g_k * writes + more_k
         else:

@@ -1,5 +1,6 @@
-"""Complete configurations by name: every model of the paper, and a tiny one of each kind for tests."""
+"""Complete configurations by name: every model of the paper, a tiny one of each kind for tests, and recall tasks."""
 
-from headmax.recipes.language import Recipe, get, names
+from headmax.recipes.book import get, names
+from headmax.recipes.recipe import Recipe
 
 __all__ = ["Recipe", "get", "names"]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 
 from headmax.layers import HeadGateConfig
 from headmax.models import HeadmaxConfig
-from headmax.ops.registry import suggest
-from headmax.train import TrainConfig
+from headmax.recipes.recipe import Recipe
+from headmax.train import ComputeConfig, EvalConfig, OptimConfig, ScheduleConfig, TrainConfig
 
 BACKBONES = {"transformer": "attention", "retnet": "retnet", "gla": "gla", "gdn": "gated_deltanet"}
 SCALES = {"tiny": (2, 64), "80m": (16, 640), "110m": (18, 640), "170m": (24, 768), "340m": (24, 1024)}
@@ -15,13 +15,17 @@ SCALES = {"tiny": (2, 64), "80m": (16, 640), "110m": (18, 640), "170m": (24, 768
 HEADS_STUDY = (4, 8, 16)
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """A model and how to train it."""
-
-    name: str
-    model: HeadmaxConfig
-    train: TrainConfig
+TINY = TrainConfig(
+    token_budget=4_096_000,
+    sequence_length=256,
+    batch_tokens=2048,
+    optim=OptimConfig(lr=3e-3),
+    schedule=ScheduleConfig(warmup_tokens=204_800),
+    compute=ComputeConfig(precision="float32"),
+    checkpoint_every=200,
+    eval=EvalConfig(every=200, sequences=16),
+)
+"""What a laptop does in minutes: 2,000 steps of 8 short sequences."""
 
 
 def recipe(backbone: str, scale: str, *, softmax: bool = False, num_heads: int | None = None) -> Recipe:
@@ -35,24 +39,16 @@ def recipe(backbone: str, scale: str, *, softmax: bool = False, num_heads: int |
         num_heads=num_heads or 4,
         head_gate=HeadGateConfig() if softmax else None,
     )
-    return Recipe(name, model, TrainConfig())
+    return Recipe(name, model, TINY if scale == "tiny" else TrainConfig())
 
 
-_TABLE = {
-    **{f"{b}-{s}": (b, s, False, None) for b in BACKBONES for s in SCALES},
-    **{f"softmax-{b}-{s}": (b, s, True, None) for b in BACKBONES if b != "transformer" for s in SCALES},
-    **{f"{'softmax-' * soft}gla-110m-h{heads}": ("gla", "110m", bool(soft), heads) for soft in (0, 1) for heads in HEADS_STUDY},
+RECIPES = {
+    **{f"{b}-{s}": partial(recipe, b, s) for b in BACKBONES for s in SCALES},
+    **{f"softmax-{b}-{s}": partial(recipe, b, s, softmax=True) for b in BACKBONES if b != "transformer" for s in SCALES},
+    **{
+        f"{'softmax-' * soft}gla-110m-h{heads}": partial(recipe, "gla", "110m", softmax=soft, num_heads=heads)
+        for soft in (False, True)
+        for heads in HEADS_STUDY
+    },
 }
-
-
-def names() -> list[str]:
-    """All recipe names."""
-    return list(_TABLE)
-
-
-def get(name: str) -> Recipe:
-    """The recipe of that name."""
-    if name not in _TABLE:
-        raise ValueError(f"unknown recipe {name!r}{suggest(name, _TABLE)}")
-    backbone, scale, softmax, heads = _TABLE[name]
-    return recipe(backbone, scale, softmax=softmax, num_heads=heads)
+"""The recipes of this file, by name."""

@@ -8,7 +8,7 @@ import torch
 
 from headmax.layers import HeadGate
 from headmax.models import HeadmaxForCausalLM
-from headmax.recipes.language import Recipe
+from headmax.recipes.recipe import Recipe
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,13 @@
-"""Training."""
+"""Training. `headmax.train.trainer.fit` trains; these are its settings."""
 
-from headmax.train.config import TrainConfig
+from headmax.train.config import (
+    CheckpointConfig,
+    ComputeConfig,
+    EvalConfig,
+    LogConfig,
+    OptimConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
 
-__all__ = ["TrainConfig"]
+__all__ = ["CheckpointConfig", "ComputeConfig", "EvalConfig", "LogConfig", "OptimConfig", "ScheduleConfig", "TrainConfig"]

@@ -2,7 +2,88 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+Precision = Literal["bfloat16", "float32"]
+Strategy = Literal["ddp", "fsdp"]
+Documents = Literal["concatenate", "separate"]
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW, with the norm of the gradient clipped."""
+
+    lr: float = 1e-3
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of AdamW's moments."""
+    eps: float = 1e-8
+    """Added to the root of AdamW's second moment."""
+    weight_decay: float = 0.1
+    """On matrices: projections, embeddings, short convolutions, head gates. Not on norms, A_log, dt_bias and biases."""
+    grad_clip: float = 1.0
+    """Largest norm of the gradient."""
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """The learning rate: a line up to its peak, then half a cosine down, both counted in tokens."""
+
+    warmup_tokens: int = 500_000_000
+    """Tokens over which it rises."""
+    start_lr: float = 3e-5
+    """At the first step."""
+    final_lr: float = 3e-5
+    """At the end of the token budget."""
+
+
+@dataclass(frozen=True)
+class ComputeConfig:
+    """How a step is computed; parameters and optimizer are float32 always."""
+
+    precision: Precision = "bfloat16"
+    """What the matrix products compute in."""
+    micro_batch: int = 8
+    """Most sequences a device takes at once; its share of the batch is split evenly so that none is larger."""
+    compile: bool | None = None
+    """torch.compile of the blocks; None: on a GPU."""
+    activation_checkpointing: bool = False
+    """Keep only the blocks' inputs and compute the rest again in the backward pass."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Which checkpoints stay."""
+
+    keep_last: int = 3
+    """How many of the newest."""
+    milestone_every: int = 0
+    """Also those at multiples of so many steps, for good; 0 for none."""
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Validation perplexity and the health of the gates."""
+
+    every: int = 500
+    """Steps between measurements; 0 for none. The last step is always measured then."""
+    sequences: int = 128
+    """Held-out sequences: always the first so many."""
+    accuracy: bool = False
+    """Also the share of labels predicted exactly. It holds their logits at once, so it is meant for recall tasks."""
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """Where numbers go beside metrics.jsonl."""
+
+    print_every: int = 10
+    """Steps between printed lines where there is no terminal to keep a live one on."""
+    tensorboard: bool = False
+    """Write the run's numbers for TensorBoard too."""
+    wandb: str | None = None
+    """The Weights & Biases project to send them to."""
 
 
 @dataclass(frozen=True)
@@ -11,21 +92,84 @@ class TrainConfig:
 
     token_budget: int = 15_000_000_000
     """Tokens to train on."""
-    warmup_tokens: int = 500_000_000
-    """Tokens over which the learning rate rises from its minimum to its peak."""
     sequence_length: int = 4096
     """Tokens per sequence."""
     batch_tokens: int = 524_288
     """Tokens per optimizer step, over all devices."""
-    learning_rate: float = 1e-3
-    """Peak learning rate."""
-    min_learning_rate: float = 3e-5
-    """Learning rate at the first and the last step."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of AdamW's moments."""
-    weight_decay: float = 0.1
-    """On matrices only, not on norms and biases."""
-    grad_clip: float = 1.0
-    """Largest norm of the gradient."""
+    documents: Documents = "concatenate"
+    """Whether documents run into each other inside a sequence, as in the paper, or are kept apart."""
+    gate_balance: float = 0.0
+    """Weight of a loss H Σ_h p_h² - 1 on the mean share p_h of each head, averaged over gates: 0 where all heads are used alike."""
     seed: int = 0
     """Of initialisation and data order."""
+    max_steps: int | None = None
+    """Stop after so many steps, the schedule unchanged; None: at the end of the token budget."""
+    checkpoint_every: int = 500
+    """Steps between checkpoints; 0: only at the end."""
+    max_skipped_steps: int = 10
+    """How many steps with a NaN or Inf loss or gradient are skipped before the run stops."""
+    device: str | None = None
+    """cpu or cuda; None: a GPU if there is one."""
+    parallel: Strategy = "ddp"
+    """What several processes do: ddp gives each a whole model, fsdp (FSDP2) shares out parameters, gradients and optimizer."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    compute: ComputeConfig = field(default_factory=ComputeConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self) -> None:
+        fields = flatten(asdict(self))
+        for name in POSITIVE:
+            if fields[name] is not None and not fields[name] > 0:
+                raise ValueError(f"{name} must be positive, got {fields[name]}")
+        for name in NOT_NEGATIVE:
+            if not fields[name] >= 0:
+                raise ValueError(f"{name} must not be negative, got {fields[name]}")
+        if self.batch_tokens % self.sequence_length:
+            raise ValueError(f"batch_tokens {self.batch_tokens} must be a multiple of sequence_length {self.sequence_length}")
+        if not 0 <= self.schedule.warmup_tokens <= self.token_budget:
+            raise ValueError(
+                f"schedule.warmup_tokens must be between 0 and token_budget {self.token_budget}, got {self.schedule.warmup_tokens}"
+            )
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences per optimizer step, over all devices."""
+        return self.batch_tokens // self.sequence_length
+
+    @property
+    def steps(self) -> int:
+        """Where the run ends."""
+        whole = -(-self.token_budget // self.batch_tokens)
+        return whole if self.max_steps is None else min(whole, self.max_steps)
+
+
+POSITIVE = (
+    *("token_budget", "sequence_length", "batch_tokens", "max_steps", "max_skipped_steps", "optim.lr", "optim.eps", "optim.grad_clip"),
+    *("compute.micro_batch", "checkpoint.keep_last", "eval.sequences", "log.print_every"),
+)
+NOT_NEGATIVE = (
+    *("gate_balance", "seed", "checkpoint_every", "optim.weight_decay", "schedule.start_lr", "schedule.final_lr"),
+    *("checkpoint.milestone_every", "eval.every"),
+)
+MAY_CHANGE = {
+    *("max_steps", "checkpoint_every", "max_skipped_steps", "device", "parallel", "checkpoint", "eval", "log"),
+    *("compute.micro_batch", "compute.compile", "compute.activation_checkpointing"),
+}
+"""What a resumed run may change: how long, where and how it computes and what it tells, not what is computed."""
+
+
+def decisive(config: TrainConfig) -> dict[str, Any]:
+    """The fields that decide what is computed, by their names on the command line."""
+    flat = flatten(asdict(config))
+    return {name: value for name, value in flat.items() if name not in MAY_CHANGE and name.split(".")[0] not in MAY_CHANGE}
+
+
+def flatten(fields: dict[str, Any]) -> dict[str, Any]:
+    """{"optim": {"lr": 1}} → {"optim.lr": 1}"""
+    flat: dict[str, Any] = {}
+    for name, value in fields.items():
+        flat |= {f"{name}.{part}": x for part, x in flatten(value).items()} if isinstance(value, dict) else {name: value}
+    return flat

@@ -65,4 +65,4 @@ class GatedLinearAttention(RecurrentMixer):
 
     def step_terms(self) -> StepTerms:
         up = self.decay_up_proj
-        return StepTerms("channel", self.feature_name, (self.decay_down_proj,), up.weight, up.bias, self.decay_normalizer)
+        return StepTerms("channel", self.feature_name, (self.decay_down_proj,), up.weight.T.contiguous(), up.bias, self.decay_normalizer)

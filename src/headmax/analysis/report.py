@@ -1,0 +1,69 @@
+"""One HTML file that shows the gates of one model, or of two side by side. It opens from disk and needs no network."""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from headmax.analysis.gates import Gate, Trace, compare
+
+UNIT = 10_000
+"""Shares are kept as integers of 1 / UNIT, which is what the page shows: four digits, rounded once."""
+TIE = 255
+MAX_HEADS = TIE
+
+
+def write(path: Path, traces: Sequence[Trace]) -> None:
+    """The report of one or two traces of the same text."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page(traces), encoding="utf-8")
+
+
+def page(traces: Sequence[Trace]) -> str:
+    if len(traces) not in (1, 2):
+        raise ValueError(f"a report shows one or two models, got {len(traces)}")
+    differences = [asdict(d) for d in compare(*traces)] if len(traces) == 2 else None
+    content = {"unit": UNIT, "tie": TIE, "tokens": traces[0].tokens, "models": [model(t) for t in traces], "differences": differences}
+    data = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    parts = files("headmax.analysis") / "page"
+    html = (parts / "index.html").read_text(encoding="utf-8")
+    for mark, text in {"style.css": None, "script.js": None, "data.json": data}.items():
+        before, after = html.split(f"{{{{{mark}}}}}")
+        html = before + ((parts / mark).read_text(encoding="utf-8") if text is None else text) + after
+    return html
+
+
+def model(trace: Trace) -> dict[str, Any]:
+    layers = [{"index": x.index, "mixer": x.mixer, "read": gate(x.read), "write": gate(x.write)} for x in trace.layers]
+    return {"name": trace.name, "kind": trace.kind, "readPosition": trace.read_position, "layers": layers}
+
+
+def gate(found: Gate | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    if found.heads > MAX_HEADS:
+        raise ValueError(f"a report shows up to {MAX_HEADS} heads, got {found.heads}")
+    return {
+        "heads": found.heads,
+        "shares": packed((found.shares.double() * UNIT).round(), ">u2"),
+        "winners": packed(found.winners % (TIE + 1), "u1"),  # -1, a tie, becomes TIE
+        "entropy": round(float(found.entropy.mean()), 4),
+        "load": [round(x, 4) for x in found.load.tolist()],
+        "wins": [round(x, 4) for x in found.wins.tolist()],
+        "dead": found.dead.nonzero().flatten().tolist(),
+    }
+
+
+def packed(values: Tensor, dtype: str) -> str:
+    """Deflated, the high bytes before the low ones: alike bytes side by side take less."""
+    numbers = values.numpy().astype(dtype)
+    planes = numbers.view("u1").reshape(-1, numbers.itemsize).T
+    return base64.b64encode(zlib.compress(planes.tobytes())).decode()

@@ -1,0 +1,109 @@
+"""`headmax reproduce theory`: every experiment of theory.py with its picture and its records."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headmax import records
+from headmax.analysis import theory
+from headmax.analysis.style import pyplot, save
+from headmax.records import Record, Recorder
+
+EPS = (1e-8, 1e-6, 1e-4, 1e-2)
+LINES = dict(zip(theory.PLACEMENTS, ("-", "--", "-.", ":"), strict=True))
+
+
+def reproduce(folder: Path) -> list[Record]:
+    """Writes proposition1, theorem1, theorem2 and read_gate as PNG and SVG, and records.jsonl; returns the records."""
+    plt, make = pyplot(), Recorder("theory", "cpu")
+    made = [
+        *_proposition_1(plt, make, folder),
+        *_theorem_1(plt, make, folder),
+        *_theorem_2(plt, make, folder),
+        *_read_gate(plt, make, folder),
+    ]
+    (folder / "records.jsonl").unlink(missing_ok=True)
+    records.append(folder / "records.jsonl", made)
+    return made
+
+
+def _proposition_1(plt: Any, make: Recorder, folder: Path) -> list[Record]:
+    found = theory.proposition_1()
+    figure, axes = plt.subplots(figsize=(5.2, 3.2))
+    for name, weights in found.weights.items():
+        label = {"relu": "linear attention, φ = ReLU (homogeneous)", "elu": "linear attention, φ = elu + 1 (not homogeneous)"}.get(
+            name, name
+        )
+        axes.plot(found.factors, theory.entropy(weights), label=label)
+    axes.set(xscale="log", xlabel="λ, the query's length", ylabel="entropy of the weights, bits", ylim=(0, None))
+    axes.set_title("Proposition 1: linear attention cannot sharpen")
+    axes.legend(loc="lower left")
+    save(figure, folder, "proposition1")
+    return [make(f"proposition 1, {name}", "headmax", "largest change of a weight", found.change(name), "") for name in found.weights]
+
+
+def _theorem_1(plt: Any, make: Recorder, folder: Path) -> list[Record]:
+    found, made = theory.theorem_1(), []
+    figure, axes = plt.subplots(figsize=(5.2, 3.2))
+    for name, scores in found.scores.items():
+        bits = found.entropy(name)
+        axes.plot(found.factors[1:], bits[1:], label=f"{name} → {float(theory.entropy(theory.limit_gate(scores))):.0f} bits")
+        made.append(make(f"theorem 1, {name}", "headmax", "largest rise of entropy", float(bits.diff().max().clamp(min=0)), "bits"))
+        distance = float((found.gates[name][-1] - theory.limit_gate(scores)).abs().max())
+        made.append(make(f"theorem 1, {name}", "headmax", "distance from the limit", distance, "", factor=float(found.factors[-1])))
+    axes.set(xscale="log", xlabel="λ, the scores' size", ylabel="entropy of the gate, bits", ylim=(-0.05, None))
+    axes.set_title("Theorem 1: the softmax over 8 heads sharpens; ties stay shared")
+    axes.legend()
+    save(figure, folder, "theorem1")
+    return made
+
+
+def _theorem_2(plt: Any, make: Recorder, folder: Path) -> list[Record]:
+    found = theory.theorem_2()
+    figure, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3.2))
+    for n in range(40):
+        limit = float(found.limit[n])
+        left.plot(found.factors, found.agreement[n], color={0.0: "#e69f00", 1.0: "#0072b2"}.get(limit, "#7d7f86"), linewidth=0.8, alpha=0.7)
+    for colour, label in (("#0072b2", "same winner"), ("#e69f00", "different winners"), ("#7d7f86", "a tie for the lead")):
+        left.plot([], [], color=colour, label=label)
+    left.set(xscale="log", xlim=(0.1, 100), xlabel="λ", ylabel="C(λ)", ylim=(-0.02, 1.02))
+    left.set_title("Theorem 2: C tends to the Kronecker delta")
+    left.legend(loc="upper left")
+    scaled = found.factors * found.gap[:, None]
+    right.scatter(scaled.flatten(), found.error.clamp(min=1e-17).flatten(), s=1.5, color="#56b4e9", linewidths=0, rasterized=True)
+    line = torch.linspace(0, 45, 10, dtype=torch.float64)
+    right.plot(line, 14 * torch.exp(-line), color="#1d2026", linewidth=1.2, label="2 (H - 1) exp(-λ gap)")
+    right.set(yscale="log", xlim=(0, 45), ylim=(1e-17, 30), xlabel="λ · gap", ylabel="|C(λ) - δ|")
+    right.set_title("and never is farther from it than the bound")
+    right.legend()
+    save(figure, folder, "theorem2")
+    inside = (found.error - found.bound).max()
+    finite = found.error[found.bound > 1e-12] / found.bound[found.bound > 1e-12]
+    return [
+        make(f"theorem 2, {len(found.limit)} pairs", "headmax", "largest |C - limit| less its bound", float(inside), ""),
+        make(f"theorem 2, {len(found.limit)} pairs", "headmax", "largest |C - limit| over its bound", float(finite.max()), "ratio"),
+    ]
+
+
+def _read_gate(plt: Any, make: Recorder, folder: Path) -> list[Record]:
+    gates = torch.logspace(-4, 0, 81, dtype=torch.float64)
+    marks = torch.tensor([0.01, 0.1, 0.25, 1.0], dtype=torch.float64)
+    figure, axes = plt.subplots(figsize=(5.8, 3.4))
+    made = []
+    for placement in theory.PLACEMENTS:
+        for eps in EPS if placement == theory.PLACEMENTS[0] else EPS[1:2]:
+            curve = theory.surviving(placement, gates, eps)
+            label = f"{placement}, eps {eps:g}" if placement == theory.PLACEMENTS[0] else placement
+            axes.plot(gates, curve, LINES[placement], label=label)
+            for size, value in zip(marks.tolist(), theory.surviving(placement, marks, eps).tolist(), strict=True):
+                made.append(make(f"read gate, {placement}", "headmax", "surviving part", value, "", eps=eps, gate=size, rms=1.0))
+    axes.set(
+        xscale="log", xlabel="gate, for a read-out of root mean square 1", ylabel="part of the read gate that survives", ylim=(-0.03, 1.05)
+    )
+    axes.set_title("A per-head norm divides the read gate out, up to eps")
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    save(figure, folder, "read_gate")
+    return made

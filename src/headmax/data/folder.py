@@ -1,0 +1,166 @@
+"""Writing a prepared folder: shards complete one by one, what is complete is noted, and the index comes last."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headmax.data.encoder import SPLITS
+from headmax.data.shards import INDEX, PROGRESS, STARTS, Index, Shard
+
+SHARD_FILE = re.compile(rf"({'|'.join(SPLITS)})-\d+\.(tokens|documents)(\.tmp)?")
+
+
+class ShardWriter:
+    """Writes one shard under names that only `finish` makes its own."""
+
+    def __init__(self, folder: Path, name: str, dtype: np.dtype) -> None:
+        self.folder, self.name = folder, name
+        self.dtypes = {"tokens": dtype, "documents": STARTS}
+        self.files = {part: (folder / f"{name}.{part}.tmp").open("wb") for part in self.dtypes}
+        self.sums = {part: hashlib.sha256() for part in self.dtypes}
+        self.counts = dict.fromkeys(self.dtypes, 0)
+
+    def add(self, tokens: np.ndarray, starts: np.ndarray) -> None:
+        """More tokens, and where in these documents begin."""
+        for part, array in (("documents", starts + self.counts["tokens"]), ("tokens", tokens)):
+            content = array.astype(self.dtypes[part], copy=False).tobytes()
+            self.files[part].write(content)
+            self.sums[part].update(content)
+            self.counts[part] += len(array)
+
+    def close(self) -> None:
+        for file in self.files.values():
+            file.close()
+
+    def finish(self) -> Shard:
+        for part, file in self.files.items():
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+            os.replace(file.name, self.folder / f"{self.name}.{part}")
+        return Shard(self.name, self.counts["tokens"], self.counts["documents"], *(s.hexdigest() for s in self.sums.values()))
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """The file is the old one or the new one at any moment, and the new one after the return, whatever happens to the machine."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes names in a folder durable, where the system has a way to."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+class FolderWriter:
+    """A folder on its way to `index`, which has no shards yet: a new one, or one that was left half-written."""
+
+    def __init__(self, out: Path, index: Index, files: dict[str, bytes]) -> None:
+        self.out, self.dtype = out, np.dtype(index.dtype)
+        self.writers: dict[str, ShardWriter] = {}
+        self.index = index
+        if (out / PROGRESS).exists():
+            earlier = Index.parse(out / PROGRESS)
+            if any(earlier.splits.values()):
+                refuse_other(out, earlier, index)
+                earlier.check_sizes(out)
+                self.index = earlier
+        elif any(file.name != f"{PROGRESS}.tmp" for file in out.iterdir()):
+            raise ValueError(f"{out}: holds other files; choose a new or empty folder")
+        complete = {name for name, _, _ in self.index.files()}
+        with _writing(out):
+            write_atomically(out / PROGRESS, self.index.dump())
+            for file in out.iterdir():
+                if SHARD_FILE.fullmatch(file.name) and file.name not in complete:
+                    file.unlink()
+            for name, content in files.items():
+                write_atomically(out / name, content)
+
+    def add(self, split: str, tokens: np.ndarray, starts: np.ndarray) -> None:
+        """More tokens of a split, and where in these documents begin."""
+        if len(tokens):
+            with _writing(self.out):
+                if split not in self.writers:
+                    self.writers[split] = ShardWriter(self.out, f"{split}-{len(self.index.splits[split]):05}", self.dtype)
+                self.writers[split].add(tokens, starts)
+
+    @property
+    def pending(self) -> int:
+        """Tokens of shards that are not complete."""
+        return sum(writer.counts["tokens"] for writer in self.writers.values())
+
+    def commit(self, cursor: Any) -> None:
+        """Completes the shards begun; all inputs before `cursor` are in them or in earlier ones."""
+        with _writing(self.out):
+            made = {split: writer.finish() for split, writer in self.writers.items()}
+            sync_folder(self.out)
+            self.writers.clear()
+            splits = {split: (*shards, made[split]) if split in made else shards for split, shards in self.index.splits.items()}
+            self.index = replace(self.index, splits=splits, cursor=cursor)
+            write_atomically(self.out / PROGRESS, self.index.dump())
+
+    def close(self) -> None:
+        """Leaves shards that are not complete; the next time they are begun anew."""
+        for writer in self.writers.values():
+            writer.close()
+
+    def finish(self) -> Index:
+        """Writes the index: the folder is complete."""
+        with _writing(self.out):
+            self.index = replace(self.index, cursor=None)
+            write_atomically(self.out / INDEX, self.index.dump())
+            (self.out / PROGRESS).unlink()
+            return self.index
+
+
+def refuse_other(out: Path, there: Index, wanted: Index) -> None:
+    """Raises where a folder was made from something else."""
+    other = [name for name in ("tokenizer_sha256", "document_token") if getattr(there, name) != getattr(wanted, name)]
+    other += [name for name in wanted.made_from if there.made_from.get(name) != wanted.made_from[name]]
+    if other:
+        changed = ", ".join(name.removesuffix("_sha256").replace("_", " ") for name in other)
+        raise ValueError(f"{out}: made with another {changed}; give the same again, or choose another folder")
+
+
+@contextlib.contextmanager
+def sole_user(out: Path) -> Iterator[None]:
+    """Makes the folder and keeps other processes from writing to it; a lock of the system's, which a killed process leaves free."""
+    with _writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+        handle = os.open(out, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ValueError(f"{out}: another process is writing to it") from error
+    try:
+        yield
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{out}: cannot be written to: {error.strerror}; complete shards stay, run again to go on") from error

@@ -1,0 +1,104 @@
+"""A prepared folder: token shards, where their documents begin, the tokenizer, and an index written last."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+FORMAT = 1
+"""Of the folder, and of how text becomes tokens: a folder of another one is neither read nor gone on with."""
+INDEX, PROGRESS = "index.json", "progress.json"
+STARTS = np.dtype("<i8")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """<name>.tokens, a row of token ids, and <name>.documents, the int64 places in it where documents begin."""
+
+    name: str
+    tokens: int
+    documents: int
+    tokens_sha256: str
+    documents_sha256: str
+
+
+@dataclass(frozen=True)
+class Index:
+    """index.json. Nothing in it depends on when, where or in how many goes the folder was made."""
+
+    format: int
+    headmax: str
+    """The version that made it."""
+    dtype: str
+    vocab_size: int
+    document_token: int
+    """The token before every document."""
+    tokenizer_sha256: str
+    """Of tokenizer.json, which lies beside."""
+    made_from: dict[str, Any]
+    """Inputs and options."""
+    splits: dict[str, tuple[Shard, ...]]
+    cursor: Any = None
+    """In progress.json: the place in the inputs where the next shards begin."""
+
+    @classmethod
+    def read(cls, folder: Path) -> Index:
+        """The index of a complete folder, whose files are there and of the right size."""
+        path = folder / INDEX
+        if not path.exists():
+            if (folder / PROGRESS).exists():
+                raise ValueError(f"{folder}: half-written; run the same `headmax data prepare` again to finish it")
+            raise ValueError(f"{folder}: no prepared data here ({INDEX} is missing); make it with `headmax data prepare`")
+        index = cls.parse(path)
+        index.check_sizes(folder)
+        return index
+
+    @classmethod
+    def parse(cls, path: Path) -> Index:
+        """As the file says, whatever else is in the folder."""
+        try:
+            fields = json.loads(path.read_bytes())
+            if fields["format"] != FORMAT:
+                raise ValueError(f"{path.parent}: prepared in format {fields['format']}, this headmax reads {FORMAT}; prepare it again")
+            fields["splits"] = {split: tuple(Shard(**shard) for shard in shards) for split, shards in fields["splits"].items()}
+            return cls(**fields)
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path}: not an index of prepared data: {error!r}") from error
+
+    def dump(self) -> bytes:
+        return json.dumps(asdict(self), indent=1).encode()
+
+    def files(self) -> Iterator[tuple[str, int, str]]:
+        """(name, bytes, sha256) of every shard's files."""
+        for shards in self.splits.values():
+            for shard in shards:
+                yield f"{shard.name}.tokens", shard.tokens * np.dtype(self.dtype).itemsize, shard.tokens_sha256
+                yield f"{shard.name}.documents", shard.documents * STARTS.itemsize, shard.documents_sha256
+
+    def check_sizes(self, folder: Path) -> None:
+        for file, size, _ in self.files():
+            there = (folder / file).stat().st_size if (folder / file).exists() else None
+            if there != size:
+                raise ValueError(f"{folder / file}: {'missing' if there is None else f'{there} bytes'}, the index says {size} bytes")
+
+    def tokens(self, split: str) -> int:
+        return sum(shard.tokens for shard in self.splits[split])
+
+    def documents(self, split: str) -> int:
+        return sum(shard.documents for shard in self.splits[split])
+
+
+def verify(folder: Path) -> Index:
+    """The index of a folder all of whose files have the checksums it states."""
+    index = Index.read(folder)
+    for name, checksum in [("tokenizer.json", index.tokenizer_sha256), *((name, checksum) for name, _, checksum in index.files())]:
+        with (folder / name).open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != checksum:
+                raise ValueError(f"{folder / name}: changed since it was prepared (its checksum differs); prepare the folder again")
+    return index

@@ -1,0 +1,102 @@
+"""Tokenizers: Mistral's, out of the package mistral-common with no download, or any tokenizer.json."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
+
+FILES = ("tokenizer.json", "tokenizer_config.json")
+"""What makes a folder one that `AutoTokenizer.from_pretrained` loads."""
+SPACE = "▁"
+"""How sentencepiece writes a space."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A tokenizer, and how Hugging Face is to treat it."""
+
+    tokenizer: Tokenizer
+    config: dict[str, Any]
+    """tokenizer_config.json."""
+
+    def files(self) -> dict[str, bytes]:
+        """The content of `FILES`."""
+        return dict(zip(FILES, (self.tokenizer.to_str().encode(), json.dumps(self.config, indent=2).encode()), strict=True))
+
+    def save(self, folder: Path) -> None:
+        """Writes a folder that `AutoTokenizer.from_pretrained` loads."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in self.files().items():
+            (folder / name).write_bytes(content)
+
+    @property
+    def vocab_size(self) -> int:
+        return 1 + max(self.tokenizer.get_vocab().values())
+
+    def document_token(self, name: str | None = None) -> int:
+        """The token that begins a document: the one of that name, or what the tokenizer itself puts before a text."""
+        if name is None:
+            probe = self.tokenizer.encode("a")
+            if probe.special_tokens_mask[0]:
+                return probe.ids[0]
+        elif (found := self.tokenizer.token_to_id(name)) is not None:
+            return found
+        special = [token.content for token in self.tokenizer.get_added_tokens_decoder().values() if token.special]
+        reason = "the tokenizer puts none before a text" if name is None else f"there is no token {name!r}"
+        raise ValueError(f"document_token: {reason}; choose one of its special tokens: {' '.join(special) or 'it has none'}")
+
+
+def load(name: str) -> Loaded:
+    """ "mistral", a tokenizer.json, or a folder with one; tokenizer_config.json is read too where it lies beside."""
+    if name == "mistral":
+        return mistral()
+    path = Path(name)
+    path = path / FILES[0] if path.is_dir() else path
+    if not path.is_file():
+        raise FileNotFoundError(f"tokenizer {name!r}: neither 'mistral' nor a tokenizer.json")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # all that the library raises
+        raise ValueError(f"{path}: not a tokenizer.json: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    beside = path.with_name(FILES[1])
+    return Loaded(tokenizer, json.loads(beside.read_text()) if beside.exists() else {"tokenizer_class": "PreTrainedTokenizerFast"})
+
+
+def mistral() -> Loaded:
+    """The 32,000 pieces of Mistral 7B (0.1), with byte fallback; the same ids as sentencepiece gives, and `<s>` before a text."""
+    if importlib.util.find_spec("mistral_common") is None or importlib.util.find_spec("sentencepiece") is None:
+        raise ValueError("tokenizer 'mistral' needs mistral-common with sentencepiece: pip install 'headmax[train]'")
+    import mistral_common
+    from sentencepiece import SentencePieceProcessor
+
+    pieces = SentencePieceProcessor(model_file=str(Path(mistral_common.__file__).parent / "data" / "tokenizer.model.v1"))
+    names = [pieces.id_to_piece(n) for n in range(pieces.get_piece_size())]
+    vocab = {piece: n for n, piece in enumerate(names)}
+    # Sentencepiece joins the two neighbours that make the piece of the highest score, the leftmost of equals; a list of merges is a total
+    # order. Equals are the ways to split one piece, and only runs of spaces tell them apart: the longest left part first gives the same.
+    merges = [
+        (-pieces.get_score(n), -cut, (piece[:cut], piece[cut:]))
+        for n, piece in enumerate(names)
+        if not (pieces.is_byte(n) or pieces.is_control(n) or pieces.is_unknown(n))
+        for cut in range(1, len(piece))
+        if piece[:cut] in vocab and piece[cut:] in vocab
+    ]
+    tokenizer = Tokenizer(models.BPE(vocab, [pair for _, _, pair in sorted(merges)], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", vocab["<s>"])])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special.values()])
+    return Loaded(
+        tokenizer,
+        {"tokenizer_class": "PreTrainedTokenizerFast", **special, "clean_up_tokenization_spaces": False, "model_max_length": 10**30},
+    )

@@ -1,0 +1,60 @@
+"""Associative recall (MQAR) in minutes: small models of every backbone, plain and with gates."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from headmax.data.mqar import MQAR
+from headmax.layers import HeadGateConfig
+from headmax.models import HeadmaxConfig
+from headmax.recipes import language
+from headmax.recipes.recipe import Recipe
+from headmax.train import CheckpointConfig, ComputeConfig, EvalConfig, OptimConfig, ScheduleConfig, TrainConfig
+
+BACKBONES = {"linear": "linear"} | language.BACKBONES
+
+
+def recall_model(
+    mixer: str, task: MQAR, *, head_gate: HeadGateConfig | None, num_heads: int, head_k_dim: int | None = None
+) -> HeadmaxConfig:
+    """2 layers x 64 with a short convolution, which lets a layer see a value beside its key."""
+    return HeadmaxConfig(
+        mixer=mixer,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_heads=num_heads,
+        head_k_dim=head_k_dim,
+        conv_size=None if mixer == "attention" else 4,
+        vocab_size=task.vocab_size,
+        head_gate=head_gate,
+    )
+
+
+def recall_training(task: MQAR, *, steps: int, seed: int = 0, lr: float = 3e-3, eval_every: int = 50) -> TrainConfig:
+    """64 sequences a step, 50 steps of warm-up, then a constant learning rate and no weight decay."""
+    tokens = 64 * task.length
+    return TrainConfig(
+        token_budget=steps * tokens,
+        sequence_length=task.length,
+        batch_tokens=tokens,
+        seed=seed,
+        optim=OptimConfig(lr=lr, weight_decay=0.0),
+        schedule=ScheduleConfig(warmup_tokens=min(49, steps) * tokens, start_lr=lr / 50, final_lr=lr),
+        compute=ComputeConfig(precision="float32", micro_batch=64),
+        checkpoint=CheckpointConfig(keep_last=1),
+        eval=EvalConfig(every=eval_every, sequences=512, accuracy=True),
+    )
+
+
+def recall(backbone: str, *, softmax: bool = False) -> Recipe:
+    """`backbone` on 16 pairs, with the paper's gates if `softmax`."""
+    task = MQAR()
+    model = recall_model(BACKBONES[backbone], task, head_gate=HeadGateConfig() if softmax else None, num_heads=4)
+    return Recipe("mqar-" + "softmax-" * softmax + backbone, model, recall_training(task, steps=2000), task)
+
+
+RECIPES = {
+    **{f"mqar-{b}": partial(recall, b) for b in BACKBONES},
+    **{f"mqar-softmax-{b}": partial(recall, b, softmax=True) for b in BACKBONES if b != "transformer"},
+}
+"""The recipes of this file, by name."""

@@ -1,0 +1,174 @@
+"""Checkpoints: written in the background, complete or not there at all, and verified before they are used.
+
+RUN/checkpoints/step-00000500/ holds torch.distributed.checkpoint's files, `train.json` (where the run stands and its
+settings) and `manifest.json` (size and SHA-256 of every file). It is written under another name, and renamed when all of
+it, manifest last, is on disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+import warnings
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from headmax.train.config import CheckpointConfig
+from headmax.train.durable import sync_folder, write_text
+from headmax.train.faults import TrainingError
+from headmax.train.parallel import World
+
+logger = logging.getLogger("headmax")
+
+warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # one process is one process
+MANIFEST, PROGRESS, UNFINISHED, BROKEN = "manifest.json", "train.json", ".tmp", ".broken"
+
+
+class Checkpoints:
+    """The checkpoints of one run."""
+
+    def __init__(self, folder: Path, config: CheckpointConfig, world: World) -> None:
+        self.folder, self.config, self.world = folder, config, world
+        # A group of its own: the background's messages must not meet the training's.
+        self.group = dist.new_group(backend="gloo") if world.size > 1 else None
+        self.sealer = ThreadPoolExecutor(1, "headmax-checkpoint")
+        self.writing: Future[None] | None = None
+        if world.main:
+            folder.mkdir(parents=True, exist_ok=True)
+            for rest in folder.glob(f"*{UNFINISHED}"):
+                shutil.rmtree(rest)
+
+    def save(self, step: int, state: Mapping[str, Any], progress: Mapping[str, Any]) -> None:
+        """Copies `state` now and writes it in the background; waits first for the checkpoint before this one."""
+        self.wait()
+        target = self.folder / f"step-{step:08}"
+        unfinished = target.with_name(target.name + UNFINISHED)
+        written = dcp.async_save(
+            dict(state),
+            storage_writer=dcp.FileSystemWriter(unfinished),
+            process_group=self.group,
+            no_dist=self.world.size == 1,
+        )
+        assert isinstance(written, Future)
+        self.writing = self.sealer.submit(self._seal, written, unfinished, target, progress)
+
+    def _seal(self, written: Future[Any], unfinished: Path, target: Path, progress: Mapping[str, Any]) -> None:
+        """Once every rank has written (which the first one hears last): manifest, rename, and away with what is too old."""
+        written.result()
+        if self.world.main:
+            write_text(unfinished / PROGRESS, json.dumps(progress, indent=2))
+            write_text(unfinished / MANIFEST, json.dumps({"files": fingerprints(unfinished)}, indent=2))
+            unfinished.rename(target)
+            sync_folder(self.folder)
+            self._prune()
+
+    def _prune(self) -> None:
+        every = self.config.milestone_every
+        for folder in finished(self.folder)[: -self.config.keep_last]:
+            if not (every and step_of(folder) % every == 0):
+                doomed = folder.rename(folder.with_name(folder.name + UNFINISHED))  # what is half deleted must not look whole
+                shutil.rmtree(doomed)
+
+    def wait(self) -> None:
+        """Until the last checkpoint is complete; TrainingError if it could not be written."""
+        if self.writing is not None:
+            try:
+                self.writing.result()
+            except (OSError, CheckpointException) as error:
+                there = finished(self.folder)
+                kept = f"the last complete one is {there[-1].name}" if there else "there is none yet"
+                free = shutil.disk_usage(self.folder).free / 2**20
+                why = f"{reason(error)} ({free:,.0f} MiB are free there)"
+                raise TrainingError(f"cannot write a checkpoint to {self.folder}: {why}; {kept}") from error
+            finally:
+                self.writing = None
+
+    def close(self) -> None:
+        """Lets the one under way end, and all ranks leave together: the first is the last to be done."""
+        self.wait()
+        self.world.share(None)
+
+    def newest(self) -> Path | None:
+        """The newest checkpoint that is whole. Those after it are renamed, as the run will come by there again."""
+        found = None
+        if self.world.main:
+            found, broken = newest(self.folder)
+            for folder in broken:
+                aside = folder.with_name(folder.name + BROKEN)
+                shutil.rmtree(aside, ignore_errors=True)
+                folder.rename(aside)
+        return self.world.share(found)
+
+
+def load(folder: Path, state: dict[str, Any], alone: bool, group: dist.ProcessGroup | None = None) -> None:
+    """Fills `state`, whose tensors may be spread over ranks in another way than they were."""
+    dcp.load(state, storage_reader=dcp.FileSystemReader(folder), process_group=group, no_dist=alone)
+
+
+def newest(folder: Path) -> tuple[Path | None, list[Path]]:
+    """The newest checkpoint that is whole, and newer ones that are not, each of which is warned of."""
+    broken: list[Path] = []
+    for path in reversed(finished(folder)):
+        if (wrong := problem(path)) is None:
+            return path, broken
+        logger.warning("%s is skipped: %s", path, wrong)
+        broken.append(path)
+    return None, broken
+
+
+def finished(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, oldest first."""
+    return sorted(path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdigit())
+
+
+def step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
+
+
+def keys(folder: Path) -> set[str]:
+    """What a checkpoint holds, by name."""
+    return set(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
+
+
+def progress_of(folder: Path) -> dict[str, Any]:
+    """Where the run stood, and its settings."""
+    return json.loads((folder / PROGRESS).read_text())
+
+
+def fingerprints(folder: Path) -> dict[str, dict[str, Any]]:
+    made = {}
+    for path in sorted(path for path in folder.iterdir() if path.name != MANIFEST):
+        with path.open("rb") as file:
+            made[path.name] = {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+    return made
+
+
+def problem(folder: Path) -> str | None:
+    """What is wrong with a checkpoint, or None."""
+    try:
+        expected = json.loads((folder / MANIFEST).read_text())["files"]
+        for name, file in expected.items():
+            if (size := (folder / name).stat().st_size) != file["size"]:
+                return f"{name} has {size} bytes, the manifest says {file['size']}"
+        found = fingerprints(folder)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return next((f"{name} does not match its checksum" for name, file in expected.items() if found[name] != file), None)
+
+
+def reason(error: BaseException) -> str:
+    """The first cause: torch.distributed.checkpoint wraps what each rank raised, and torch.save what the system said."""
+    while isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    return str(cause or error)

@@ -1,0 +1,94 @@
+"""Held-out loss and the health of the gates, in one pass over the same sequences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headmax.data.source import Batch, Source
+from headmax.layers.loss import IGNORED
+from headmax.models.modeling import Gates
+from headmax.train.config import TrainConfig
+from headmax.train.feed import micro_batches, to
+from headmax.train.metrics import Line
+from headmax.train.parallel import Replica, World
+
+DEAD = 0.1
+"""A head is dead where its mean share is below this part of an even one."""
+
+
+@torch.no_grad()
+def evaluate(replica: Replica, source: Source, config: TrainConfig, world: World) -> tuple[Line, Line]:
+    """(loss, perplexity and, if asked for, accuracy; the gates' health by layer and kind) on the source's first sequences."""
+    sequences = max(1, config.eval.sequences // world.size) * world.size
+    totals, health = torch.zeros(3, dtype=torch.float64), Health()
+    replica.model.eval()
+    for indices in micro_batches(0, sequences, world, config.compute.micro_batch):
+        with replica.autocast:
+            loss, gates = score(replica, to(source.batch(indices), world.device), config.eval.accuracy)
+        totals = totals.to(world.device) + loss
+        health.add(gates)
+    replica.model.train()
+    loss_sum, correct, count = world.sum(totals).tolist()
+    mean = loss_sum / max(1, count)
+    found = {"loss": mean, "perplexity": math.exp(min(mean, 700.0))} | (
+        {"accuracy": correct / max(1, count)} if config.eval.accuracy else {}
+    )
+    return found, health.read(world)
+
+
+def score(replica: Replica, batch: Batch, accuracy: bool) -> tuple[Tensor, Gates]:
+    """Sum of the losses, number of exact predictions and number of predicted tokens; and the gates."""
+    options = {"cu_seqlens": batch.packing, "return_gates": True, "use_cache": False}
+    labels = batch.labels if batch.packing is None else batch.labels.masked_fill(batch.packing.positions == 0, IGNORED)
+    wanted = labels[:, 1:] != IGNORED
+    count = wanted.sum()
+    if not accuracy:
+        output = replica.model(batch.input_ids, labels=labels, skip_logits=True, num_items_in_batch=1, **options)
+        return torch.stack([output.loss.double(), count.new_zeros(()).double(), count.double()]), output.gates
+    columns = wanted.any(0).nonzero().flatten()
+    output = replica.model(batch.input_ids, logits_to_keep=columns, **options)
+    answers = labels[:, 1:][:, columns]
+    loss = F.cross_entropy(output.logits.flatten(0, 1).float(), answers.flatten(), ignore_index=IGNORED, reduction="sum")
+    return torch.stack([loss.double(), (output.logits.argmax(-1) == answers).sum().double(), count.double()]), output.gates
+
+
+def shares(gates: Gates) -> Iterator[tuple[str, Tensor]]:
+    """Each gate by layer and kind, as shares of its heads: [tokens, heads], summing to 1 whatever the gate's kind and scale."""
+    for layer, pair in enumerate(gates):
+        for kind, gate in zip(("read", "write"), pair or (None, None), strict=True):
+            if gate is not None:
+                yield f"{layer}/{kind}", gate.flatten(0, 1) / gate.flatten(0, 1).sum(-1, keepdim=True)
+
+
+class Health:
+    """Sums of each gate's entropy and shares over tokens."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor] = {}
+
+    def add(self, gates: Gates) -> None:
+        for name, p in shares(gates):
+            entropy = torch.special.entr(p).sum(-1, keepdim=True) / math.log(max(2, p.shape[-1]))
+            row = torch.cat([torch.ones_like(entropy), entropy, p], dim=-1).sum(0, dtype=torch.float64)
+            self.sums[name] = self.sums[name] + row if name in self.sums else row
+
+    def read(self, world: World) -> Line:
+        """By gate: entropy (1 where all heads share alike, 0 where one wins every token), each head's mean share, and the dead heads."""
+        made: Line = {}
+        for name, row in self.sums.items():
+            tokens, entropy, *share = world.sum(row).tolist()
+            share = [x / tokens for x in share]
+            dead = [head for head, x in enumerate(share) if x < DEAD / len(share)]
+            made[name] = {"entropy": entropy / tokens, "share": share, "dead": dead}
+        return made
+
+
+def balance(gates: Gates) -> Tensor:
+    """The mean over gates of H Σ_h p_h² - 1, where p_h is the mean share of head h."""
+    means: Iterable[Tensor] = (p.mean(0) for _, p in shares(gates))
+    return torch.stack([p.numel() * p.square().sum() - 1 for p in means]).mean()

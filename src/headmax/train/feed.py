@@ -1,0 +1,80 @@
+"""The batches of this rank, read ahead in the background."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from headmax.data.source import Batch, Source
+from headmax.layers.loss import IGNORED
+from headmax.train.config import TrainConfig
+from headmax.train.faults import TrainingError
+from headmax.train.parallel import World
+
+AHEAD = 2
+"""How many steps are read ahead."""
+
+
+def micro_batches(first: int, size: int, world: World, limit: int) -> list[range]:
+    """This rank's share of the samples first, ..., first + size - 1, in the fewest equal micro-batches of at most `limit`."""
+    share = size // world.size
+    start = first + world.rank * share
+    pieces = next(n for n in range(1, share + 1) if share % n == 0 and share // n <= limit)
+    each = share // pieces
+    return [range(start + n * each, start + (n + 1) * each) for n in range(pieces)]
+
+
+def predicted(batch: Batch) -> int:
+    """How many tokens of a batch are predicted: the first of a sequence is not."""
+    labels = batch.labels if batch.packing is None else batch.labels.masked_fill(batch.packing.positions == 0, IGNORED)
+    return int((labels[:, 1:] != IGNORED).sum())
+
+
+def to(batch: Batch, device: torch.device) -> Batch:
+    """The batch on the device; a copy out of pinned memory does not wait."""
+    ids, labels = (x.to(device, non_blocking=True) for x in batch[:2])
+    return Batch(ids, labels, batch.packing and batch.packing.to(device))
+
+
+class Feed:
+    """The micro-batches of one step after the other. What step s trains on depends on s and the global batch alone."""
+
+    def __init__(self, source: Source, config: TrainConfig, world: World) -> None:
+        if config.batch_size % world.size:
+            raise ValueError(
+                f"batch_tokens {config.batch_tokens} is {config.batch_size} sequences: not a multiple of {world.size} processes"
+            )
+        if source.length != config.sequence_length:
+            raise ValueError(f"sequence_length is {config.sequence_length}, but samples have {source.length} tokens")
+        self.source, self.config, self.world = source, config, world
+
+    def read(self, step: int) -> list[Batch]:
+        """This rank's micro-batches of the step that follows `step` steps."""
+        size = self.config.batch_size
+        batches = []
+        for indices in micro_batches(step * size, size, self.world, self.config.compute.micro_batch):
+            try:
+                batch = self.source.batch(indices)
+            except (OSError, ValueError) as error:
+                raise TrainingError(f"step {step + 1}: cannot read samples {indices[0]} to {indices[-1]}: {error}") from error
+            if self.world.device.type == "cuda":
+                packing = batch.packing and batch.packing.pin_memory()
+                batch = Batch(batch.input_ids.pin_memory(), batch.labels.pin_memory(), packing)
+            batches.append(batch)
+        return batches
+
+    def steps(self, first: int, end: int) -> Iterator[list[Batch]]:
+        """The micro-batches of steps first, ..., end - 1, counted from 0."""
+        with ThreadPoolExecutor(1, "headmax-feed") as reader:
+            ahead: deque[Future[list[Batch]]] = deque()
+            try:
+                for step in range(first, end + AHEAD):
+                    if step < end:
+                        ahead.append(reader.submit(self.read, step))
+                    if step >= first + AHEAD:
+                        yield ahead.popleft().result()
+            finally:
+                reader.shutdown(cancel_futures=True)

@@ -1,0 +1,46 @@
+"""AdamW and the learning rate."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import AdamW
+
+from headmax.train.config import OptimConfig, TrainConfig
+
+
+def build_optimizer(model: nn.Module, config: OptimConfig) -> AdamW:
+    """AdamW with weight decay on matrices alone: norms, A_log, dt_bias and biases have fewer than two dimensions."""
+    matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
+    others = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return AdamW([group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+def learning_rate(config: TrainConfig, tokens: int) -> float:
+    """The learning rate after so many tokens: from start_lr up a line to lr, then down half a cosine to final_lr."""
+    schedule, peak = config.schedule, config.optim.lr
+    if tokens < schedule.warmup_tokens:
+        return schedule.start_lr + (peak - schedule.start_lr) * tokens / schedule.warmup_tokens
+    progress = min(1.0, (tokens - schedule.warmup_tokens) / max(1, config.token_budget - schedule.warmup_tokens))
+    return schedule.final_lr + (peak - schedule.final_lr) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def clip(model: nn.Module, limit: float) -> Tensor:
+    """Scales the gradients down to a norm of at most `limit`, over all parameters and ranks; the norm before that."""
+    norm = get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    clip_grads_with_norm_(model.parameters(), limit, norm)
+    return norm
+
+
+def step_unless(optimizer: AdamW, skip: Tensor, lr: float) -> None:
+    """One step at this learning rate, none where `skip` is 1.0: decided on the device, as GradScaler does, so that nothing waits."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.found_inf = skip  # type: ignore[attr-defined]
+    optimizer.step()
+    optimizer.zero_grad()

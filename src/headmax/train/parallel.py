@@ -1,0 +1,117 @@
+"""One process or many: who takes part, on which device, and how a model is spread over them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from headmax.models import HeadmaxForCausalLM
+from headmax.train.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among those that torchrun started, or alone."""
+
+    rank: int
+    size: int
+    device: torch.device
+    host_group: dist.ProcessGroup | None
+    """For messages, beside the training."""
+
+    @property
+    def main(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, x: Tensor) -> Tensor:
+        """x added up over all ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(x)
+        return x
+
+    def share(self, message: Any) -> Any:
+        """The first rank's message, on all ranks."""
+        if self.size == 1:
+            return message
+        box = [message]
+        dist.broadcast_object_list(box, src=0, group=self.host_group)
+        return box[0]
+
+    def gather(self, message: Any) -> list[Any]:
+        """Every rank's message, on all ranks."""
+        if self.size == 1:
+            return [message]
+        box: list[Any] = [None] * self.size
+        dist.all_gather_object(box, message, group=self.host_group)
+        return box
+
+
+def find_device(name: str | None, asked: str = "") -> torch.device:
+    """The device of that name for this process, its own GPU where there are several; ValueError says who `asked`."""
+    kind = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind.split(":")[0] not in ("cpu", "cuda") or (kind.startswith("cuda") and not torch.cuda.is_available()):
+        raise ValueError(f"{asked or f'--device {kind}'}: this machine has cpu{' and cuda' * torch.cuda.is_available()}")
+    if kind == "cuda":
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    return torch.device(kind)
+
+
+@contextlib.contextmanager
+def join(device: str | None) -> Iterator[World]:
+    """The world that torchrun's environment describes; its process group ends with the block unless it was there before."""
+    mine = find_device(device)
+    if mine.type == "cuda":
+        torch.cuda.set_device(mine)
+    there = dist.is_initialized()
+    if not there and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if mine.type == "cuda" else "gloo")
+    if not dist.is_initialized():
+        yield World(0, 1, mine, None)
+        return
+    try:
+        yield World(dist.get_rank(), dist.get_world_size(), mine, dist.new_group(backend="gloo"))
+    finally:
+        if not there:
+            dist.destroy_process_group()
+
+
+class Replica:
+    """A model on this rank, ready to train: what to call, and in which precision."""
+
+    def __init__(self, model: HeadmaxForCausalLM, config: TrainConfig, world: World) -> None:
+        nn.Module.to(model, world.device).train()
+        self.model, self.module = model, cast(nn.Module, model)
+        narrow = config.compute.precision == "bfloat16"
+        self.autocast = torch.autocast(world.device.type, torch.bfloat16, enabled=narrow)
+        if config.compute.activation_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if world.device.type == "cuda" if config.compute.compile is None else config.compute.compile:
+            model.model.compile_blocks()
+        if world.size > 1 and config.parallel == "ddp":
+            self.module = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        elif world.size > 1:
+            # Parameters travel in what the products compute in, gradients are summed in float32, and autocast alone casts
+            # activations: FSDP would also round the angles of rotary positions.
+            policy = MixedPrecisionPolicy(torch.bfloat16 if narrow else None, torch.float32, cast_forward_inputs=False)
+            mesh = init_device_mesh(world.device.type, (world.size,))
+            for block in model.model.layers:
+                fully_shard(block, mesh=mesh, mp_policy=policy)
+            fully_shard(model, mesh=mesh, mp_policy=policy)
+
+    @contextlib.contextmanager
+    def micro_step(self, last: bool) -> Iterator[None]:
+        """Around forward and backward of a micro-step: gradients are summed over ranks in the last one alone."""
+        if isinstance(self.module, FSDPModule):
+            self.module.set_requires_gradient_sync(last)
+        with self.module.no_sync() if isinstance(self.module, DistributedDataParallel) and not last else contextlib.nullcontext():
+            yield

@@ -1,0 +1,279 @@
+"""The loop: gradients of a global batch, one step, numbers, checkpoints; and on from the last checkpoint when started again."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from headmax.data.source import Batch, Source
+from headmax.models import HeadmaxConfig, HeadmaxForCausalLM
+from headmax.train import checkpoint
+from headmax.train.checkpoint import Checkpoints
+from headmax.train.config import TrainConfig, decisive, flatten
+from headmax.train.durable import write_text
+from headmax.train.evaluate import balance, evaluate
+from headmax.train.faults import Interrupted, StopSignals, TrainingError, diagnose
+from headmax.train.feed import Feed, predicted, to
+from headmax.train.metrics import Line, Log, matmul_rate, memory, summarize
+from headmax.train.optim import build_optimizer, clip, learning_rate, step_unless
+from headmax.train.parallel import Replica, World, join
+
+logger = logging.getLogger("headmax")
+
+
+def fit(
+    model: HeadmaxConfig,
+    config: TrainConfig,
+    source: Source,
+    out: Path,
+    *,
+    validation: Source | None = None,
+    tokenizer: Path | None = None,
+    show: Callable[[Line], None] | None = None,
+) -> HeadmaxForCausalLM:
+    """Trains a model of this configuration from its start, or from the newest checkpoint in `out`; under torchrun, on all its processes.
+
+    `tokenizer` is a folder whose tokenizer.json goes with the run; `show` gets every step's line of metrics, on the first rank.
+    Raises `Interrupted` after a signal, with all saved, and `TrainingError` where the run cannot go on.
+    """
+    if source.vocab_size > model.vocab_size:
+        raise ValueError(f"model.vocab_size is {model.vocab_size}, but the data has {source.vocab_size} tokens: give at least as many")
+    if config.gate_balance > 0 and model.head_gate is None:
+        raise ValueError(f"gate_balance is {config.gate_balance}, but the model has no head gates")
+    with join(config.device) as world:
+        try:
+            trainer = Trainer(model, config, source, validation, out, world, show or (lambda line: None))
+            if tokenizer is not None and world.main:
+                shutil.copy(tokenizer / "tokenizer.json", out)
+            try:
+                return trainer.run()
+            finally:
+                trainer.close()
+        except OSError as error:
+            raise TrainingError(f"cannot go on with {out}: {error}") from error
+
+
+@dataclass
+class Pending:
+    """Numbers of a step on their way from the device: read a step later, they keep nothing waiting."""
+
+    step: int
+    lr: float
+    numbers: Tensor
+    """Loss, norm of the gradient, whether the step was skipped, and on how many ranks a stop was asked for."""
+    arrived: torch.cuda.Event | float
+    """What tells that they are there; on a CPU, when they were."""
+
+    @classmethod
+    def send(cls, step: int, lr: float, numbers: list[Tensor]) -> Pending:
+        stacked = torch.stack(numbers)
+        if stacked.device.type != "cuda":
+            return cls(step, lr, stacked, time.perf_counter())
+        host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True).copy_(stacked, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return cls(step, lr, host, event)
+
+    def read(self) -> tuple[list[float], float]:
+        """The numbers, and when the step was done."""
+        if isinstance(self.arrived, float):
+            return self.numbers.tolist(), self.arrived
+        self.arrived.synchronize()
+        return self.numbers.tolist(), time.perf_counter()
+
+
+class Trainer:
+    def __init__(
+        self,
+        model: HeadmaxConfig,
+        config: TrainConfig,
+        source: Source,
+        validation: Source | None,
+        out: Path,
+        world: World,
+        show: Callable[[Line], None],
+    ) -> None:
+        self.config, self.source, self.validation, self.out, self.world, self.show = config, source, validation, out, world, show
+        self.settings = json.loads(json.dumps({"model": describe(model), "train": decisive(config), "data": source.identity}))
+        self.feed = Feed(source, config, world)
+        torch.manual_seed(config.seed)
+        self.replica = Replica(HeadmaxForCausalLM(model), config, world)
+        self.model = self.replica.model
+        self.optimizer = build_optimizer(self.model, config.optim)
+        self.flops_per_token = 6 * sum(p.numel() for p in self.model.parameters())
+        self.rate = matmul_rate(world.device) if world.main else None
+        self.step, self.skipped, self.stop = 0, 0, False
+        self.checkpoints = Checkpoints(out / "checkpoints", config.checkpoint, world)
+        self.resume()
+        self.log = Log(out, config.log, self.step) if world.main else None
+        if world.main:
+            config_json = {"model": model.to_dict(), "train": asdict(config), "data": source.identity}
+            write_text(out / "config.json", json.dumps(config_json, indent=2) + "\n")
+
+    def run(self) -> HeadmaxForCausalLM:
+        pending: Pending | None = None
+        first, end = self.step, self.config.steps
+        with StopSignals() as self.signals:
+            self.clock = time.perf_counter()
+            for batches in self.feed.steps(first, end):
+                loss = self.gradients(batches)
+                if pending is not None:
+                    self.finish(pending)
+                pending = self.update(loss)
+                if self.stop or self.step == end or self.due(self.config.checkpoint_every) or self.due(self.config.eval.every):
+                    self.finish(pending)
+                    pending = None
+                    if self.stop or self.step == end or self.due(self.config.checkpoint_every):
+                        self.save()
+                if self.stop and self.step < end:
+                    self.checkpoints.close()
+                    raise Interrupted(self.signals.received or signal.SIGTERM, self.step)
+        self.checkpoints.close()
+        if self.world.main:
+            summarize(self.out)
+            logger.info("%s: %d steps, summary.json has the numbers", self.out, self.step)
+        return self.model
+
+    def due(self, every: int) -> bool:
+        return every > 0 and self.step % every == 0
+
+    def gradients(self, batches: list[Batch]) -> Tensor:
+        """Adds up the gradients of this step's global batch; its mean loss over all predicted tokens of all ranks."""
+        device, ranks = self.world.device, self.world.size
+        items = self.world.sum(torch.full((), sum(map(predicted, batches)), device=device, dtype=torch.float32)).clamp(min=1)
+        total = torch.zeros((), device=device)
+        for n, batch in enumerate(batches):
+            batch = to(batch, device)
+            with self.replica.micro_step(last=n == len(batches) - 1):
+                with self.replica.autocast:
+                    output = self.replica.module(
+                        input_ids=batch.input_ids,
+                        labels=batch.labels,
+                        cu_seqlens=batch.packing,
+                        num_items_in_batch=items / ranks,  # gradients are averaged over ranks
+                        return_gates=self.config.gate_balance > 0,
+                    )
+                objective = output.loss
+                if self.config.gate_balance > 0:
+                    objective = objective + self.config.gate_balance / len(batches) * balance(output.gates)
+                objective.backward()
+            total += output.loss.detach()
+        return total / ranks
+
+    def update(self, loss: Tensor) -> Pending:
+        """One optimizer step, unless loss or gradient is not finite on some rank."""
+        norm = clip(self.model, self.config.optim.grad_clip)
+        asked = torch.full((), float(self.signals.received is not None), device=loss.device)
+        loss, asked = self.world.sum(torch.stack([loss, asked])).unbind()
+        skip = 1.0 - (loss.isfinite() & norm.isfinite()).float()
+        lr = learning_rate(self.config, self.step * self.config.batch_tokens)
+        step_unless(self.optimizer, skip, lr)
+        self.step += 1
+        return Pending.send(self.step, lr, [loss, norm, skip, asked])
+
+    def finish(self, pending: Pending) -> None:
+        """Reads a step's numbers, writes its line, and judges: stop on a signal, or after too many skipped steps."""
+        (loss, norm, skipped, asked), done = pending.read()
+        seconds, tokens = done - self.clock, self.config.batch_tokens
+        self.clock = done
+        self.stop = self.stop or asked > 0
+        line: Line = {"step": pending.step, "loss": loss, "grad_norm": norm, "lr": pending.lr, "tokens": pending.step * tokens}
+        line |= {"skipped": skipped > 0, "time": time.time(), "seconds": seconds, "tokens_per_s": tokens / seconds}
+        line |= {"memory": memory(self.world.device)}
+        if self.rate is not None:
+            line["mfu"] = self.flops_per_token * tokens / seconds / self.rate / self.world.size
+        every = self.config.eval.every
+        if every and (pending.step % every == 0 or pending.step == self.config.steps):
+            line |= self.measure()
+            self.clock = time.perf_counter()
+        if self.log is not None:
+            self.log.write(line)
+            self.show(line)
+        self.skipped += int(skipped)
+        if skipped and self.skipped >= self.config.max_skipped_steps:
+            again = self.feed.read(pending.step - 1)
+            self.optimizer.zero_grad()
+            found = diagnose(self.model, lambda: self.gradients(again), self.world)
+            raise TrainingError(f"stopped at step {pending.step}: {self.skipped} steps were skipped (max_skipped_steps); {found}")
+
+    def measure(self) -> Line:
+        """Validation and gate health; without held-out data the gates are looked at on the first training sequences."""
+        found, gates = evaluate(self.replica, self.validation or self.source, self.config, self.world)
+        return ({"validation": found} if self.validation else {}) | ({"gates": gates} if gates else {})
+
+    def state(self) -> dict[str, Any]:
+        """All that a checkpoint holds beside the run's position: the same on any number of ranks, but for their random numbers."""
+        model, optimizer = get_state_dict(self.replica.module, self.optimizer)
+        return {"model": model, "optimizer": optimizer, f"rng_{self.world.rank}": rng_state(self.world.device)}
+
+    def save(self) -> None:
+        if self.log is not None:
+            self.log.sync()
+        tokens, samples = self.step * self.config.batch_tokens, self.step * self.config.batch_size
+        position = {"step": self.step, "tokens": tokens, "samples": samples, "skipped": self.skipped, "ranks": self.world.size}
+        self.checkpoints.save(self.step, self.state(), position | {"settings": self.settings})
+        self.clock = time.perf_counter()
+
+    def resume(self) -> None:
+        """On from the newest whole checkpoint, if there is one that this run's settings continue."""
+        folder = self.checkpoints.newest()
+        if folder is None:
+            return
+        progress = checkpoint.progress_of(folder)
+        refuse_changes(progress["settings"], self.settings, self.out)
+        state, there, random = self.state(), checkpoint.keys(folder), f"rng_{self.world.rank}"
+        # There may have been fewer ranks, or no GPU.
+        state[random] = {name: x for name, x in state[random].items() if f"{random}.{name}" in there}
+        checkpoint.load(folder, state, alone=self.world.size == 1, group=self.checkpoints.group)
+        set_state_dict(self.replica.module, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        restore_rng(state[random], self.world.device)
+        self.step, self.skipped = progress["step"], progress["skipped"]
+        if self.world.main:
+            logger.info("%s: on from step %d", self.out, self.step)
+
+    def close(self) -> None:
+        if self.log is not None:
+            self.log.close()
+        self.checkpoints.sealer.shutdown()
+
+
+def describe(model: HeadmaxConfig) -> dict[str, Any]:
+    """The fields that make a model what it is."""
+    inert = {"backend", "use_cache"}
+    return flatten({name: value for name, value in model.to_dict().items() if name in HeadmaxConfig.__annotations__ and name not in inert})
+
+
+def refuse_changes(before: dict[str, dict[str, Any]], now: dict[str, dict[str, Any]], out: Path) -> None:
+    """Raises where a run would go on as another one."""
+    names = {"model": "model.", "train": "", "data": "the data's "}
+    changed = [
+        f"{prefix}{name} was {before[part].get(name)!r}, is {now[part].get(name)!r}"
+        for part, prefix in names.items()
+        for name in sorted({*before[part], *now[part]})
+        if before[part].get(name) != now[part].get(name)
+    ]
+    if changed:
+        raise ValueError(f"{out} holds a run with other settings: {'; '.join(changed)}. Give them as they were, or another --out")
+
+
+def rng_state(device: torch.device) -> dict[str, Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    return states | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
+
+
+def restore_rng(states: dict[str, Tensor], device: torch.device) -> None:
+    if "cpu" in states:
+        torch.set_rng_state(states["cpu"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)

@@ -1,0 +1,107 @@
+"""Settings, schedule, parameter groups and the split of a batch."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from headmax import HeadmaxForCausalLM, recipes
+from headmax.train import OptimConfig, ScheduleConfig, TrainConfig
+from headmax.train.config import decisive
+from headmax.train.feed import Feed, micro_batches, predicted
+from headmax.train.optim import build_optimizer, learning_rate
+from headmax.train.parallel import World
+from tests.train.small import Walks, model_config, train_config
+
+
+def world(rank: int = 0, size: int = 1) -> World:
+    return World(rank, size, torch.device("cpu"), None)
+
+
+def test_the_papers_schedule() -> None:
+    config = recipes.get("softmax-gla-340m").train
+    assert (config.batch_size, config.steps) == (128, 28_611)
+    at = {tokens: learning_rate(config, tokens) for tokens in (0, 250_000_000, 500_000_000, 7_750_000_000, 15_000_000_000, 16_000_000_000)}
+    expected = [3e-5, (3e-5 + 1e-3) / 2, 1e-3, (3e-5 + 1e-3) / 2, 3e-5, 3e-5]
+    assert list(at.values()) == pytest.approx(expected)
+    rates = [learning_rate(config, step * config.batch_tokens) for step in range(config.steps)]
+    assert max(rates) == pytest.approx(1e-3, rel=1e-5)
+    assert rates[-1] == pytest.approx(3e-5, rel=1e-5)
+
+
+@pytest.mark.parametrize("mixer", ["linear", "retnet", "gla", "gated_deltanet", "attention"])
+def test_weight_decay_is_on_matrices_alone(mixer: str) -> None:
+    gate = {} if mixer != "attention" else {"head_gate": None}
+    model = HeadmaxForCausalLM(model_config(mixer=mixer, **gate))
+    decayed, free = build_optimizer(model, OptimConfig(weight_decay=0.3)).param_groups
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert (decayed["weight_decay"], free["weight_decay"]) == (0.3, 0.0)
+    kinds = {names[id(p)].split(".")[-1] for p in free["params"]}
+    assert all("norm" in names[id(p)] or names[id(p)].split(".")[-1] in ("bias", "A_log", "dt_bias") for p in free["params"])
+    assert {"weight"} | {"gated_deltanet": {"A_log", "dt_bias"}, "gla": {"bias"}}.get(mixer, set()) == kinds
+    assert not any("norm" in names[id(p)] for p in decayed["params"])
+    assert len(decayed["params"]) + len(free["params"]) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"batch_tokens": 100}, "batch_tokens 100 must be a multiple of sequence_length 24"),
+        ({"max_steps": 0}, "max_steps must be positive, got 0"),
+        ({"checkpoint_every": -1}, "checkpoint_every must not be negative, got -1"),
+        ({"optim_lr": 0.0}, "optim.lr must be positive, got 0.0"),
+        ({"schedule_warmup_tokens": 10_000}, "schedule.warmup_tokens must be between 0 and token_budget 9600, got 10000"),
+    ],
+)
+def test_bad_settings_are_named(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        train_config(**change)
+
+
+def test_decisive_fields_are_those_that_change_the_result() -> None:
+    names = set(decisive(TrainConfig()))
+    assert {"seed", "token_budget", "batch_tokens", "optim.lr", "optim.betas", "schedule.warmup_tokens", "compute.precision"} <= names
+    assert not names & {"max_steps", "checkpoint_every", "device", "parallel", "log.wandb", "eval.every", "compute.micro_batch"}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("limit", [1, 3, 4, 100])
+def test_every_sample_of_a_step_is_taken_once(ranks: int, limit: int) -> None:
+    shares = [micro_batches(24, 12, world(rank, ranks), limit) for rank in range(ranks)]
+    assert [i for share in shares for indices in share for i in indices] == list(range(24, 36))
+    sizes = {len(indices) for share in shares for indices in share}
+    assert len(sizes) == 1
+    assert max(sizes) <= limit
+
+
+def test_a_batch_that_does_not_split_is_refused() -> None:
+    with pytest.raises(ValueError, match="batch_tokens 192 is 8 sequences: not a multiple of 3 processes"):
+        Feed(Walks(), train_config(), world(0, 3))
+    with pytest.raises(ValueError, match="sequence_length is 12, but samples have 24 tokens"):
+        Feed(Walks(), train_config(sequence_length=12), world())
+
+
+def test_batches_come_in_order_and_end() -> None:
+    feed = Feed(Walks(), train_config(), world())
+    steps = list(feed.steps(3, 7))
+    assert len(steps) == 4
+    for step, batches in enumerate(steps, 3):
+        ids = torch.cat([batch.input_ids for batch in batches])
+        assert torch.equal(ids, Walks().batch(range(8 * step, 8 * step + 8)).input_ids)
+    assert list(feed.steps(7, 7)) == list(feed.steps(9, 7)) == []
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_predicted_tokens_are_those_the_model_counts(separate: bool) -> None:
+    batch = Walks(separate=separate).batch(range(3))
+    model = HeadmaxForCausalLM(model_config()).train()
+    mean = model(batch.input_ids, labels=batch.labels, cu_seqlens=batch.packing).loss
+    total = model(batch.input_ids, labels=batch.labels, cu_seqlens=batch.packing, num_items_in_batch=1).loss
+    assert predicted(batch) == 3 * 23 - 3 * separate
+    assert (total / mean).item() == pytest.approx(predicted(batch))
+
+
+def test_a_schedule_without_warm_up() -> None:
+    config = replace(train_config(), schedule=ScheduleConfig(warmup_tokens=0, final_lr=0.0))
+    assert learning_rate(config, 0) == config.optim.lr
+    assert learning_rate(config, config.token_budget) == pytest.approx(0.0)

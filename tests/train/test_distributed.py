@@ -1,0 +1,100 @@
+"""Two processes under DDP and FSDP2: the same run as on one, resumed bit for bit, and checkpoints that fit any number of them."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from filelock import FileLock
+
+from headmax.train.metrics import read_lines
+from tests.train.small import finish, launch, losses, parameters, poisoned, train
+
+pytestmark = pytest.mark.distributed
+
+STEPS, HALF = 50, 25
+LR = {"optim_lr": 3e-3}
+EVALUATED = {"eval_every": HALF}
+NARROW = {"compute_precision": "bfloat16", "max_steps": 20}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The runs that these tests look at, made once: pytest's own workers share them."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "distributed"
+    with FileLock(folder.with_suffix(".lock")):
+        if not (folder / "made").exists():
+            make(folder)
+            (folder / "made").touch()
+    return folder
+
+
+def make(folder: Path) -> None:
+    """Runs of one process, and of two: whole, and stopped half-way and resumed by other processes."""
+
+    def plan(name: str, **changes: object) -> dict:
+        return {"out": str(folder / name), **LR, **changes}
+
+    both = [{"parallel": parallel} for parallel in ("ddp", "fsdp")]
+    first = [plan(p["parallel"], **p, **EVALUATED) for p in both] + [plan(f"{p['parallel']}-half", **p, max_steps=HALF) for p in both]
+    first += [plan(f"{p['parallel']}-narrow", **p, **NARROW) for p in both]
+    two = launch(first)
+    train(folder / "single", **LR, **EVALUATED)
+    train(folder / "single-half", **LR, max_steps=HALF)
+    train(folder / "single-narrow", **LR, **NARROW)
+    finish(two)
+    for name in ("ddp", "fsdp"):
+        shutil.copytree(folder / f"{name}-half", folder / f"{name}-on-one")
+        shutil.copytree(folder / "single-half", folder / f"single-on-{name}")
+    second = [plan(f"{p['parallel']}-half", **p) for p in both] + [plan(f"single-on-{p['parallel']}", **p) for p in both]
+    second += [plan(f"{p['parallel']}-poisoned", **p, max_steps=5, poison_second_rank=6) for p in both]
+    two = launch(second)
+    with poisoned(9):
+        train(folder / "single-poisoned", **LR, max_steps=5)
+    for name in ("ddp", "fsdp"):
+        train(folder / f"{name}-on-one", **LR)
+    finish(two)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_resume_is_bit_identical(name: str, runs: Path) -> None:
+    assert losses(runs / f"{name}-half") == losses(runs / name)
+    assert torch.equal(parameters(runs / f"{name}-half"), parameters(runs / name))
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "ddp-on-one", "fsdp-on-one", "single-on-ddp", "single-on-fsdp"])
+def test_any_number_of_processes_takes_the_same_steps(name: str, runs: Path) -> None:
+    one, other = losses(runs / "single"), losses(runs / name)
+    assert len(one) == len(other) == STEPS
+    assert one[-1][1] < 0.8 * one[0][1]
+    torch.testing.assert_close(torch.tensor(other), torch.tensor(one), rtol=2e-5, atol=0.0)
+    torch.testing.assert_close(parameters(runs / name), parameters(runs / "single"), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_bfloat16_agrees(name: str, runs: Path) -> None:
+    """Autocast of whole parameters, and FSDP's rounded ones."""
+    one, other = losses(runs / "single-narrow"), losses(runs / f"{name}-narrow")
+    torch.testing.assert_close(torch.tensor(other)[:, 1], torch.tensor(one)[:, 1], rtol=0.01, atol=0.0)
+    torch.testing.assert_close(torch.tensor(other)[:, 1], torch.tensor(losses(runs / "single"))[:20, 1], rtol=0.02, atol=0.0)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_gate_health_is_that_of_all_processes(name: str, runs: Path) -> None:
+    one, other = ([line["gates"] for line in read_lines(runs / run / "metrics.jsonl") if "gates" in line] for run in ("single", name))
+    assert len(one) == 2
+    for before, after in zip(one, other, strict=True):
+        assert set(after) == {"0/read", "0/write", "1/read", "1/write"}
+        for gate, found in after.items():
+            assert found["share"] == pytest.approx(before[gate]["share"], rel=1e-3)
+            assert found["entropy"] == pytest.approx(before[gate]["entropy"], rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_a_nan_on_one_process_skips_the_step_on_all(name: str, runs: Path) -> None:
+    lines = list(read_lines(runs / f"{name}-poisoned" / "metrics.jsonl"))
+    assert [line["step"] for line in lines if line["skipped"]] == [3]
+    assert lines[2]["loss"] is None
+    torch.testing.assert_close(parameters(runs / f"{name}-poisoned"), parameters(runs / "single-poisoned"), rtol=1e-5, atol=1e-6)

@@ -1,0 +1,68 @@
+"""The trainer on a GPU: the same steps as on a CPU, nothing that waits for the device, and numbers that are read a step later."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headmax.train.metrics import read_lines
+from headmax.train.trainer import Trainer
+from tests.train.small import Walks, checkpoints, losses, parameters, poisoned
+from tests.train.small import train as train_small
+
+pytestmark = pytest.mark.gpu
+
+
+def train(out: Path, **changes: Any) -> None:
+    train_small(out, model={"hidden_size": 128, "num_heads": 2}, **changes)
+
+
+def test_the_same_steps_as_on_a_cpu(tmp_path: Path) -> None:
+    train(tmp_path / "cpu", optim_lr=3e-3, max_steps=20)
+    train(tmp_path / "cuda", optim_lr=3e-3, max_steps=20, device="cuda", compute_compile=False)
+    torch.testing.assert_close(
+        torch.tensor(losses(tmp_path / "cuda"))[:, 1], torch.tensor(losses(tmp_path / "cpu"))[:, 1], rtol=1e-3, atol=0
+    )
+
+
+def test_compiled_in_bfloat16_with_validation_and_resume(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"device": "cuda", "compute_precision": "bfloat16", "eval_every": 5, "optim_lr": 3e-3}
+    for out, steps in (("whole", 20), ("half", 7), ("half", 20)):
+        train(tmp_path / out, **settings, max_steps=steps, validation=Walks(seed=1))
+    whole, half = (torch.tensor(losses(tmp_path / out))[:, 1] for out in ("whole", "half"))
+    torch.testing.assert_close(half, whole, rtol=1e-2, atol=0)
+    lines = list(read_lines(tmp_path / "half" / "metrics.jsonl"))
+    assert [line["step"] for line in lines] == list(range(1, 21))
+    assert [line["step"] for line in lines if "validation" in line] == [5, 7, 10, 15, 20]
+    assert all(0 < line["mfu"] < 1 and line["memory"] > 0 for line in lines)
+
+
+def test_a_step_that_is_not_finite_is_skipped_on_the_device(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"device": "cuda", "compute_compile": False}
+    train(tmp_path / "four", **settings, max_steps=4)
+    with poisoned(4 * 4 + 1):
+        train(tmp_path / "five", **settings, max_steps=5)
+    assert [line["skipped"] for line in read_lines(tmp_path / "five" / "metrics.jsonl")] == [False] * 4 + [True]
+    assert checkpoints(tmp_path / "five") == ["step-00000005"]
+    torch.testing.assert_close(parameters(tmp_path / "five"), parameters(tmp_path / "four"), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_nothing_in_a_step_waits_for_the_device(separate: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def strict(name: str) -> None:
+        method = getattr(Trainer, name)
+
+        def checked(self: Trainer, *arguments: Any) -> Any:
+            torch.cuda.set_sync_debug_mode("error" if self.step > 1 else "default")  # kernels and optimizer are set up in the first
+            try:
+                return method(self, *arguments)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        monkeypatch.setattr(Trainer, name, checked)
+
+    strict("gradients")
+    strict("update")
+    train(tmp_path, source=Walks(separate=separate), device="cuda", compute_precision="bfloat16", compute_compile=False, max_steps=6)
+    assert len(losses(tmp_path)) == 6

@@ -1,0 +1,67 @@
+"""kill -9 at any moment, also inside the writing of a checkpoint: the run ends as if it had never been disturbed."""
+
+import random
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from headmax.train.checkpoint import finished, step_of
+from headmax.train.metrics import read_lines
+from tests.train.small import command, finish, losses, parameters, start
+
+EVERY = 4
+
+
+def kill_inside_a_write(folder: Path, process: subprocess.Popen[str]) -> None:
+    """As soon as an unfinished checkpoint shows."""
+    old = {path.name for path in folder.glob("*.tmp")}  # of a run killed before; the new one clears it away
+    while not {path.name for path in folder.glob("*.tmp")} - old:
+        assert process.poll() is None, process.communicate()[0]
+        if old and not any((folder / name).exists() for name in old):
+            old = set()
+    process.kill()
+    process.communicate()
+    assert list(folder.glob("*.tmp")), "the checkpoint was complete before the process died"
+
+
+def kill_at_random(out: Path, process: subprocess.Popen[str], moment: random.Random) -> None:
+    """Some time after its first step."""
+    began = time.time()
+    while not any(line["time"] > began for line in read_lines(out / "metrics.jsonl")):
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.01)
+    time.sleep(moment.uniform(0, 0.5))
+    process.kill()
+    process.communicate()
+
+
+def disturb(out: Path, whole: Path, kills: int) -> None:
+    moment, resumed = random.Random(kills), 0
+    for kill in range(kills):
+        process = start(*command(out, "--max-steps", "1000000"))
+        if kill % 3 == 1:
+            kill_inside_a_write(out / "checkpoints", process)
+        else:
+            kill_at_random(out, process, moment)
+        reached, saved = losses(out)[-1][0], [0, *map(step_of, finished(out / "checkpoints"))][-1]
+        assert saved >= resumed
+        assert reached - saved <= 2 * EVERY, "more is lost than the last interval and the steps taken while a checkpoint was written"
+        resumed = saved
+    both = [start(*command(folder, "--max-steps", str(resumed + 10))) for folder in (out, whole)]
+    output, _ = (finish(process) for process in both)
+    assert resumed == 0 or f"on from step {resumed}" in output
+    assert [step for step, *_ in losses(out)] == list(range(1, resumed + 11))
+    assert losses(out) == losses(whole)
+    assert torch.equal(parameters(out), parameters(whole))
+
+
+def test_three_kills(tmp_path: Path) -> None:
+    disturb(tmp_path / "run", tmp_path / "whole", kills=3)
+
+
+@pytest.mark.slow
+def test_twenty_kills(tmp_path: Path) -> None:
+    disturb(tmp_path / "run", tmp_path / "whole", kills=20)
