@@ -111,6 +111,7 @@ def draw(name: str, folder: Path, found: Sequence[Record]) -> list[Path] | None:
             spots = [places.index(x) + (n - (len(lines) - 1) / 2) * width for x in points]
             axes.bar(spots, list(points.values()), 0.9 * width, label=label)
         axes.set_xticks(range(len(places)), places)
+        axes.yaxis.set_major_formatter("{x:,.0f}")
         axes.set_ylim(0, 1.02 * max(max(points.values()) for points in lines.values()))
     else:
         for label, points in lines.items():
