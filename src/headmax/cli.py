@@ -736,6 +736,20 @@ def reproduce_theory(out: Path = Path("runs/theory")) -> None:
     print(f"headmax: wrote {out}")
 
 
+def reproduce_figures(out: Path = Path("runs/figures"), results: Path | None = None) -> None:
+    """Draw the paper's figures from records; one whose records are missing is named instead.
+
+    Args:
+        out: where they go.
+        results: a folder with records (.jsonl); those of the repository unless given.
+    """
+    from headmax import records
+    from headmax.analysis import figures
+
+    for line in figures.reproduce(out, results or records.RESULTS):
+        print(line)
+
+
 def main() -> None:
     try:
         import tyro
@@ -768,6 +782,7 @@ def main() -> None:
     reproduce.command(name="readme")(reproduce_readme)
     reproduce.command(name="tables")(reproduce_tables)
     reproduce.command(name="theory")(reproduce_theory)
+    reproduce.command(name="figures")(reproduce_figures)
     app.command(reproduce, name="reproduce")
     try:
         app.cli(prog="headmax", description="Softmax Linear Attention: a softmax over heads.")
