@@ -1,12 +1,12 @@
 PYTHON ?= python3
-# A change of EXTRAS alone does not rebuild .venv: make -B setup EXTRAS=train,eval,plot,fla,dev
-EXTRAS ?= train,plot,fla,dev
+# A change of EXTRAS alone does not rebuild .venv: make -B setup EXTRAS=train,plot,dev
+EXTRAS ?= train,eval,plot,fla,dev
 PYTEST_FLAGS ?= -q
 
 BIN := .venv/bin
 CHECK_PYTHON := import sys; v = sys.version_info; v >= (3, 11) or sys.exit("headmax needs Python 3.11 or newer, $(PYTHON) is %d.%d" % v[:2] + "; name another: make PYTHON=python3.12")
 
-.PHONY: help setup demo test lint types test-gpu wheel clean
+.PHONY: help setup demo test test-browser lint types test-gpu wheel clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,6 +26,9 @@ demo: setup ## train plain, uniform and softmax heads on associative recall and 
 
 test: lint types ## lint, types and every test that needs no GPU, no browser and no long wait
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_FLAGS)
+
+test-browser: setup ## open the report of headmax inspect in a headless Chromium
+	$(BIN)/python -m pytest -m browser $(PYTEST_FLAGS)
 
 lint: setup ## ruff: rules and format
 	$(BIN)/ruff check

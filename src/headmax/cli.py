@@ -295,6 +295,56 @@ def bench_decode(
             records.append(out, measured)
 
 
+def bench_eval(
+    checkpoint: Path,
+    /,
+    tasks: tuple[str, ...] = ("hellaswag", "arc_easy", "arc_challenge"),
+    data_dir: Path | None = None,
+    limit: int | None = 200,
+    batch_sizes: tuple[int, ...] = (1, 16),
+    rounds: int = 3,
+    threads: int = 2,
+    device: str = "cpu",
+    dtype: Literal["float32", "bfloat16"] | None = None,
+    out: Path | None = None,
+) -> None:
+    """Time the evaluation beside lm-evaluation-harness's own Hugging Face class, in turns, with the same model.
+
+    Args:
+        checkpoint: a folder with config.json, safetensors files and a tokenizer.
+        tasks: tasks of log-likelihoods.
+        data_dir: a folder with the tasks' files; without it they come from the hub.
+        limit: only the first so many documents of each task.
+        batch_sizes: of the harness's class, each measured.
+        rounds: interleaved repetitions; the median is reported.
+        threads: CPU threads.
+        device: cpu or cuda.
+        dtype: of the weights; bfloat16 on a GPU, float32 on a CPU unless given.
+        out: append the records to this file.
+    """
+    import torch
+    from rich.console import Console
+
+    from headmax import records
+    from headmax.eval.run import Settings
+    from headmax.eval.speed import compare
+    from headmax.generate.terminal import load, load_tokenizer
+
+    _check_device(device)
+    torch.set_num_threads(threads)
+    model = load(checkpoint, device, getattr(torch, dtype) if dtype else None)
+    console = Console()
+    with console.status("loading") as status:
+        settings = Settings(data_dir, limit)
+        measured = list(compare(model, load_tokenizer(checkpoint), settings, tasks, batch_sizes, rounds, status.update))
+    for record in measured:
+        ratio, apart = record.extra["headmax as fast"], record.extra["largest difference"]
+        line = f"{record.case:14} {record.impl:14} {record.value:9.3f} s   headmax is {ratio:.2f}x as fast, answers differ by {apart:.1e}"
+        console.print(line, highlight=False, soft_wrap=True)
+    if out is not None:
+        records.append(out, measured)
+
+
 def bench_tune(
     ops: tuple[Literal["linear_attention", "gla", "gated_delta_rule"], ...] = ("linear_attention", "gla", "gated_delta_rule"),
     widths: tuple[Literal["narrow", "wide"], ...] = ("narrow", "wide"),
@@ -416,6 +466,78 @@ def generate(
         terminal.keep(engine, text, before, save_prefix)
     else:
         terminal.continue_text(engine, text, before, settings)
+
+
+def evaluate(
+    checkpoint: Path,
+    /,
+    tasks: str = "commonsense,retrieval,niah,mqar",
+    data_dir: Path | None = None,
+    limit: int | None = None,
+    out: Path | None = None,
+    device: str | None = None,
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] | None = None,
+    max_length: int | None = None,
+    stage: Literal["all", "requests", "score", "metrics"] = "all",
+    work: Path | None = None,
+    tokenizer: Path | None = None,
+    name: str | None = None,
+    batch_tokens: int = 16_384,
+    seed: int = 42,
+) -> None:
+    """The paper's evaluation of a checkpoint: requests, then scores, then metrics; started again, it goes on where it was.
+
+    Args:
+        checkpoint: a folder with config.json, safetensors files and a tokenizer.
+        tasks: tasks and groups, separated by commas; groups are commonsense, retrieval, niah and mqar.
+        data_dir: a folder with the tasks' files; without it they come from the hub.
+        limit: only the first so many documents of each task.
+        out: append the records to this file; records.jsonl in the work folder unless given.
+        device: cpu or cuda; cuda where there is one.
+        dtype: of the weights; bfloat16 on a GPU, float32 on a CPU unless given.
+        max_length: most tokens read at a time; what is beyond is cut, counted and reported. No limit unless given (retrieval: 4096).
+        stage: only one of them; score needs torch, transformers and the work folder with requests.jsonl alone.
+        work: the folder for requests.jsonl and scores.jsonl; runs/eval/ and the checkpoint's name unless given.
+        tokenizer: a folder with the tokenizer, if it is not beside the model.
+        name: what to call the model in records; the recipe's name or the folder's unless given.
+        batch_tokens: most tokens in one forward pass.
+        seed: of needles and recall sequences.
+    """
+    from headmax.eval import terminal
+    from headmax.eval.run import Settings
+
+    settings = Settings(data_dir, limit, max_length, seed)
+    place = terminal.Place(checkpoint, tokenizer or checkpoint, work or Path("runs/eval") / checkpoint.resolve().name, name)
+    if device is not None:
+        _check_device(device)
+    failures = terminal.run(place, tasks, settings, stage, out, device, dtype, batch_tokens)
+    for line in failures:
+        print(f"headmax: {line}", file=sys.stderr)
+    if failures:
+        sys.exit(2)
+
+
+def reproduce_tables(
+    records: tuple[Path, ...] = (),
+    scale: str = "340m",
+    form: Literal["markdown", "latex"] = "markdown",
+    out: Path | None = None,
+) -> None:
+    """Render the paper's three tables: its figures, ours beside them where there are records, deltas to the backbone, chance.
+
+    Args:
+        records: files with records of `headmax eval`; the repository's own unless given.
+        scale: which models are ours: those whose recipe or name ends with it.
+        form: Markdown or LaTeX.
+        out: write to this file instead of standard output.
+    """
+    from headmax.eval.tables import RECORDS, render
+
+    text = render(records or (RECORDS,), scale, form)
+    if out is None:
+        print(text, end="")
+    else:
+        out.write_text(text)
 
 
 def inspect(
@@ -614,6 +736,20 @@ def reproduce_theory(out: Path = Path("runs/theory")) -> None:
     print(f"headmax: wrote {out}")
 
 
+def reproduce_figures(out: Path = Path("runs/figures"), results: Path | None = None) -> None:
+    """Draw the paper's figures from records; one whose records are missing is named instead.
+
+    Args:
+        out: where they go.
+        results: a folder with records (.jsonl); those of the repository unless given.
+    """
+    from headmax import records
+    from headmax.analysis import figures
+
+    for line in figures.reproduce(out, results or records.RESULTS):
+        print(line)
+
+
 def main() -> None:
     try:
         import tyro
@@ -628,6 +764,7 @@ def main() -> None:
     app.command(convert)
     app.command(train_command(sys.argv[1:]))
     app.command(generate)
+    app.command(name="eval")(evaluate)
     app.command(inspect)
     app.command(plan)
     data = tyro.extras.SubcommandApp()
@@ -638,11 +775,14 @@ def main() -> None:
     bench.command(name="kernels")(bench_kernels)
     bench.command(name="train")(bench_train)
     bench.command(name="decode")(bench_decode)
+    bench.command(name="eval")(bench_eval)
     bench.command(name="tune")(bench_tune)
     app.command(bench, name="bench")
     reproduce = tyro.extras.SubcommandApp()
     reproduce.command(name="readme")(reproduce_readme)
+    reproduce.command(name="tables")(reproduce_tables)
     reproduce.command(name="theory")(reproduce_theory)
+    reproduce.command(name="figures")(reproduce_figures)
     app.command(reproduce, name="reproduce")
     try:
         app.cli(prog="headmax", description="Softmax Linear Attention: a softmax over heads.")

@@ -22,16 +22,12 @@ class Browser:
         flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--remote-debugging-pipe"]
         there, self.out = os.pipe()
         self.source, back = os.pipe()
-        high = [os.dup(fd) for fd in (there, back)]
-
-        def pipes() -> None:  # Chromium reads commands from 3 and answers on 4
-            os.dup2(high[0], 3)
-            os.dup2(high[1], 4)
-
-        command = [BINARY, *flags, f"--user-data-dir={profile}", "about:blank"]
-        self.process = subprocess.Popen(command, pass_fds=(3, 4), preexec_fn=pipes, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-        for fd in (there, back, *high):
-            os.close(fd)
+        # Chromium reads commands from 3 and answers on 4.
+        redirected = ["sh", "-c", f'exec "$@" 3</dev/fd/{there} 4>/dev/fd/{back}', "sh"]
+        command = [*redirected, BINARY, *flags, f"--user-data-dir={profile}", "about:blank"]
+        self.process = subprocess.Popen(command, pass_fds=(there, back), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        os.close(there)
+        os.close(back)
         self.buffer, self.count, self.errors, self.session = b"", 0, [], None
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]

@@ -142,6 +142,24 @@ def test_assisted_decoding_is_refused_by_name() -> None:
         model.generate(tokens(1, 5), attention_mask=torch.ones(1, 5), assistant_model=make("gla"), max_new_tokens=3)
 
 
+@pytest.mark.parametrize("name", ["linear", "retnet", "gla", "gated_deltanet"])
+def test_packed_sequences_keep_states_that_fork(name: str) -> None:
+    """Contexts read in one row, then continued in several ways: packed again, and as the rows of a batch."""
+    model = make(name).double()
+    contexts = [tokens(1, length, seed=length) for length in (7, 1, 70)]
+    with torch.no_grad():
+        cache = model(torch.cat(contexts, 1), cu_seqlens=Packing([0, 7, 8, 78]), use_cache=True).past_key_values
+        forks, pieces = [2, 0, 0, 1], [tokens(1, length, seed=20 + length) for length in (3, 2, 1, 5)]
+        expected = [model(torch.cat([contexts[n], piece], 1)).logits[:, -piece.shape[1] :] for n, piece in zip(forks, pieces, strict=True)]
+        forked = cache.select(torch.tensor(forks))
+        output = model(torch.cat(pieces, 1), cu_seqlens=Packing([0, 3, 5, 6, 11]), past_key_values=forked, use_cache=True)
+        assert close(output.logits, torch.cat(expected, 1), 1e-12)
+        assert forked.layers[0].seen.tolist() == [73, 9, 8, 6]
+        rows = tokens(3, 4, seed=5)
+        whole = [model(torch.cat([context, row[None]], 1)).logits[:, -4:] for context, row in zip(contexts, rows, strict=True)]
+        assert close(model(rows, past_key_values=cache).logits, torch.cat(whole), 1e-12)
+
+
 @everywhere
 def test_packed_sequences_do_not_see_each_other(name: str) -> None:
     model = make(name)
@@ -322,7 +340,7 @@ def test_call_errors() -> None:
         model(ids, past_key_values=DynamicCache())
     with pytest.raises(ValueError, match=r"attention_mask must be \[batch, seen \+ time\] = \[1, 6\], got \[1, 5\]"):
         model(ids, attention_mask=torch.ones(1, 5))
-    with pytest.raises(ValueError, match="packed sequences leave no single state"):
+    with pytest.raises(ValueError, match="attention layers keep no states of packed sequences"):
         model(ids, cu_seqlens=torch.tensor([0, 2, 6]), use_cache=True)
     with pytest.raises(ValueError, match="cu_seqlens must end at time = 6, got 5"):
         model(ids, cu_seqlens=torch.tensor([0, 5]))
@@ -332,7 +350,7 @@ def test_call_errors() -> None:
         model(ids, position_ids=torch.arange(6))
     with pytest.raises(ValueError, match="position_ids restart inside a row"):
         model(tokens(2, 6), position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]] * 2))
-    with pytest.raises(ValueError, match="packed sequences leave no single state"):
+    with pytest.raises(ValueError, match="attention layers keep no states of packed sequences"):
         model(ids, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]), use_cache=True)
     with pytest.raises(ValueError, match="seq_idx alone does not tell"):
         model(ids, seq_idx=torch.zeros(1, 6))

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc6fa3", "#56b4e9", "#d55e00", "#7d7f86")
 """Told apart with any colour vision; the report's too."""
 SETTINGS: dict[Any, Any] = {
+    "axes.axisbelow": True,
     "axes.edgecolor": "#8a8f98",
     "axes.grid": True,
     "axes.prop_cycle": None,

@@ -19,16 +19,17 @@ class StateLayer(CacheLayerMixin):
     def __init__(self) -> None:
         super().__init__()
         self.state: tuple | None = None
-        self.seen = 0
+        self.seen: int | Tensor = 0
+        """Tokens so far; [sequences] after packed ones, each of its own length."""
 
-    def advance(self, state: tuple | None, tokens: int) -> None:
+    def advance(self, state: tuple | None, tokens: int | Tensor) -> None:
         self.state = state
-        self.seen += tokens
+        self.seen = self.seen + tokens
         self.is_initialized = True
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> None:
         if self.state is not None:
-            self.state = tree_map_only(Tensor, function, self.state)
+            self.state, self.seen = tree_map_only(Tensor, function, (self.state, self.seen))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._map(lambda x: x.index_select(0, beam_idx.to(x.device)))
@@ -51,10 +52,10 @@ class StateLayer(CacheLayerMixin):
         raise ValueError("a recurrent state cannot be cropped: it holds the whole past in one tensor")
 
     def get_seq_length(self) -> int:
-        return self.seen
+        return self.seen if isinstance(self.seen, int) else int(self.seen.max())
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.seen + query_length, 0
+        return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
         return -1
@@ -74,6 +75,14 @@ class HeadmaxCache(Cache):
     def __init__(self, num_layers: int) -> None:
         self.layers: list[StateLayer]  # type: ignore[assignment]
         super().__init__(layers=[StateLayer() for _ in range(num_layers)])
+
+    def select(self, sequences: Tensor) -> HeadmaxCache:
+        """A new cache with the states of these sequences, each as often as it is named: a text read once continues in several ways."""
+        chosen = HeadmaxCache(len(self.layers))
+        for new, layer in zip(chosen.layers, self.layers, strict=True):
+            new.state, new.seen, new.is_initialized = layer.state, layer.seen, layer.is_initialized
+        chosen.reorder_cache(sequences)  # type: ignore[arg-type]
+        return chosen
 
     def nbytes(self) -> int:
         """The memory all states take."""

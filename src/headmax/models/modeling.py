@@ -128,6 +128,8 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
         """`cu_seqlens`, or `position_ids` that restart in a batch of one, pack sequences: nothing crosses their boundaries.
 
         Positions are read on the host for that, so under `torch.compile` pass `cu_seqlens` as a `Packing`.
+        Without attention layers packed sequences may keep their states (`use_cache=True`), one per sequence, and continue from such states:
+        packed again, or as the rows of a batch.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
@@ -148,8 +150,8 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
             raise ValueError(f"attention_mask must be [batch, seen + time] = {[batch, past + time]}, got {list(attention_mask.shape)}")
         attention_mask = padding(attention_mask)
         packing = find_packing(x, attention_mask, position_ids, cu_seqlens)
-        if packing is not None and (use_cache or past):
-            raise ValueError("packed sequences leave no single state to continue from: pass use_cache=False and no past_key_values")
+        if packing is not None and (use_cache or past) and any(self.uses_attention):
+            raise ValueError("attention layers keep no states of packed sequences: pass use_cache=False and no past_key_values")
         pads_right = pads_on_the_right(attention_mask)
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and packing is None and not pads_right
@@ -159,7 +161,11 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
             past_key_values = HeadmaxCache(self.config.num_hidden_layers)
 
         if position_ids is None:
-            position_ids = (torch.arange(past, past + time, device=x.device) if packing is None else packing.positions)[None]
+            seen = 0 if past_key_values is None else past_key_values.layers[0].seen
+            if isinstance(seen, Tensor):  # after packed sequences, each of its own length
+                seen = seen.unsqueeze(1) if packing is None else seen[packing.sequence_ids]
+            position_ids = torch.arange(time, device=x.device) if packing is None else packing.positions
+            position_ids = (position_ids + seen).view(-1, time)
         mask, full_mask = self._masks(x, past, attention_mask, packing)
         gates: list = []
         hidden_states: list = []
@@ -179,7 +185,7 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
             if return_gates:
                 gates.append(gate)
             if layer is not None and use_cache:
-                layer.advance(state, time)
+                layer.advance(state, time if packing is None else packing.cu_seqlens.diff())
         x = self.norm(x)
         return HeadmaxModelOutput(
             last_hidden_state=x,

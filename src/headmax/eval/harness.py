@@ -1,0 +1,130 @@
+"""lm-evaluation-harness asks, headmax answers: tokenisation as the harness's own Hugging Face class has it, scores from anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import has_bos_prefix, normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from transformers import PreTrainedTokenizerBase
+
+from headmax.eval.requests import Request
+from headmax.eval.scores import Score
+from headmax.eval.scoring import Scorer
+from headmax.generate.terminal import load, load_tokenizer
+
+Answer = Callable[[Sequence[Request]], Mapping[str, Score]]
+"""Scores of all requests, by id."""
+MAX_NEW_TOKENS = 256
+"""Of a text whose task sets no limit, as in the harness."""
+
+
+class TokenLM(TemplateLM):
+    """Turns the harness's texts into requests and answers back into what the harness expects.
+
+    Without `max_length` nothing is cut: a long context is read whole, and a document's perplexity is that of one window.
+    With it, contexts lose their beginning and documents are cut into windows, as the harness does it.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, answer: Answer, max_length: int | None = None) -> None:
+        super().__init__()
+        if max_length is not None and max_length < 2:
+            raise ValueError(f"max_length must be at least 2, got {max_length}")
+        self.tokenizer: PreTrainedTokenizerBase = tokenizer
+        self.answer, self.max_length = answer, max_length
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        bos = self.tokenizer.bos_token_id
+        return self.eot_token_id if bos is None else bos
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """As the tokenizer does by itself, unless the text brings its beginning-of-text token already."""
+        if add_special_tokens is None and has_bos_prefix(string, self.tokenizer.decode(self.prefix_token_id)):
+            add_special_tokens = False
+        return self.tokenizer.encode(string, **({} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}))
+
+    def _request(self, context: Sequence[int], targets: Sequence[int]) -> Request:
+        kept = len(context) if self.max_length is None else self.max_length + 1 - len(targets)
+        if kept < 1:
+            raise ValueError(f"max_length {self.max_length} is too short for a continuation of {len(targets)} tokens")
+        return Request("loglikelihood", tuple(context[-kept:]), tuple(targets), cut=max(0, len(context) - kept))
+
+    def _loglikelihood_tokens(self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any) -> list[tuple[float, bool]]:
+        asked = [self._request(context, targets) for _, context, targets in requests]
+        scores = self.answer(asked)
+        return [(_known(scores[r.id].logprob), scores[r.id].hits == len(r.targets)) for r in asked]
+
+    def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
+        asked = []
+        for instance in requests:
+            tokens = self.tok_encode(instance.args[0])
+            windows = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length or len(tokens), context_len=1)
+            asked.append([self._request(*make_disjoint_window(window)) for window in windows])
+        scores = self.answer(list(chain.from_iterable(asked)))
+        return [sum(_known(scores[request.id].logprob) for request in windows) for windows in asked]
+
+    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
+        asked = []
+        for instance in requests:
+            text, settings = instance.args
+            settings = normalize_gen_kwargs(settings, MAX_NEW_TOKENS)
+            if settings["do_sample"]:
+                raise ValueError(f"task {instance.task_name}: the headmax model generates greedily, the task asks for samples")
+            context, new = self.tok_encode(text), settings["max_gen_toks"]
+            kept = len(context) if self.max_length is None else self.max_length - new
+            if kept < 1:
+                raise ValueError(f"max_length {self.max_length} leaves no room beside {new} generated tokens")
+            until = tuple(stop for stop in settings["until"] if stop)
+            asked.append(Request("generate", tuple(context[-kept:]), (), until, new, max(0, len(context) - kept)))
+        scores = self.answer(asked)
+        return [_known(scores[request.id].text) for request in asked]
+
+
+def _known(value: Any) -> Any:
+    assert value is not None, "the score is of another kind of request"
+    return value
+
+
+@register_model("headmax")
+class HeadmaxLM(TokenLM):
+    """A checkpoint folder as a model of the harness: `--model headmax --model_args pretrained=FOLDER`."""
+
+    def __init__(
+        self,
+        pretrained: str,
+        tokenizer: str | None = None,
+        device: str | None = None,
+        dtype: str | None = None,
+        max_length: int | None = None,
+        batch_tokens: int = 16_384,
+        batch_size: int | str | None = None,
+        max_batch_size: int | None = None,
+    ) -> None:
+        """
+        Args:
+            pretrained: a folder with config.json, safetensors files and a tokenizer.
+            tokenizer: the tokenizer's folder, if it is another.
+            device: cpu or cuda; cuda where there is one.
+            dtype: of the weights; bfloat16 on a GPU, float32 on a CPU unless given.
+            max_length: most tokens the model reads at a time; no limit unless given.
+            batch_tokens: most tokens in one forward pass.
+            batch_size: not used, nor is max_batch_size: the harness passes them, and sequences are packed by their tokens.
+        """
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        model = load(Path(pretrained), device, getattr(torch, dtype) if dtype else None)
+        words = load_tokenizer(Path(tokenizer or pretrained))
+        scorer = Scorer(model, words, batch_tokens)
+        super().__init__(words, lambda asked: {s.id: s for scores in scorer(asked) for s in scores}, max_length)
+        self._device = model.device

@@ -1,0 +1,159 @@
+"""The tasks' data from files: rows as the harness's tasks expect them from the hub."""
+
+from __future__ import annotations
+
+import json
+import lzma
+import re
+import string
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+
+def find(folder: Path, *names: str) -> Path:
+    """The first of these files, or of the same compressed with xz, in a folder or the folders in it."""
+    for name in names:
+        for pattern in (name, f"*/{name}"):
+            for suffix in ("", ".xz"):
+                if found := sorted(folder.glob(pattern + suffix)):
+                    return found[0]
+    raise FileNotFoundError(f"{folder}: no {' or '.join(names)} there, nor with .xz behind the name")
+
+
+def read_text(path: Path) -> str:
+    try:
+        return (lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()).decode()
+    except (lzma.LZMAError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from error
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A file with one JSON object a line."""
+
+    names: tuple[str, ...]
+    """File names, the first that exists is taken."""
+    columns: Mapping[str, type]
+    convert: Callable[[Row], Row] = dict
+    """To the columns that the harness expects."""
+
+    def read(self, path: Path) -> Iterator[Row]:
+        for number, line in enumerate(read_text(path).splitlines(), 1):
+            try:
+                row = json.loads(line)
+                if not isinstance(row, dict):
+                    raise ValueError(f"a row is a JSON object, got {type(row).__name__}")
+                for column, kind in self.columns.items():
+                    if column not in row:
+                        raise ValueError(f"no column {column!r}, only {', '.join(map(repr, row))}")
+                    if not isinstance(row[column], kind):
+                        raise ValueError(f"column {column!r} must be {kind.__name__}, got {row[column]!r}")
+                yield self.convert(row)
+            except ValueError as error:
+                raise ValueError(f"{path}:{number}: {error}") from error
+
+
+@dataclass(frozen=True)
+class Pages:
+    """WikiText as it is distributed: one text, in which every article starts with ` = Title = `."""
+
+    names: tuple[str, ...]
+
+    def read(self, path: Path) -> Iterator[Row]:
+        page: list[str] = []
+        for line in read_text(path).split("\n"):
+            heading = line.replace("= = =", "===").replace("= =", "==").strip()
+            if heading.startswith("= ") and heading.endswith(" ="):
+                if "".join(page).strip():
+                    yield {"page": "\n".join(page)}
+                page = []
+            page.append(line)
+        if "".join(page).strip():
+            yield {"page": "\n".join(page)}
+
+
+def _within(name: str, index: int, choices: Iterable[Any]) -> int:
+    if not 0 <= index < len(list(choices)):
+        raise ValueError(f"column {name!r} must name one of the {len(list(choices))} choices, got {index}")
+    return index
+
+
+def _piqa(row: Row) -> Row:
+    return {"goal": row["goal"], "sol1": row["sol1"], "sol2": row["sol2"], "label": _within("label", row["label"], "12")}
+
+
+def _arc(row: Row) -> Row:
+    labels = list(string.ascii_uppercase[: len(row["choices"])])
+    gold = _within("gold", row["gold"], labels)
+    return {"question": row["question"], "choices": {"text": row["choices"], "label": labels}, "answerKey": labels[gold]}
+
+
+def _hellaswag(row: Row) -> Row:
+    """The file joined both parts of the context as they were; the harness capitalises the second, the fragment after the last sentence."""
+    query, label = row["query"], _within("gold", row["gold"], row["choices"])
+    if fragment := re.search(r"(?<=[.!?] )[a-z][^.!?]*$", query):
+        query = query[: fragment.start()] + fragment.group().capitalize()
+    return {"query": query, "choices": row["choices"], "label": str(label)}
+
+
+def _winogrande(row: Row) -> Row:
+    if "_" not in row["sentence"] or row["answer"] not in ("1", "2"):
+        raise ValueError(f"a sentence needs a blank _ and an answer 1 or 2, got {row['sentence']!r} and {row['answer']!r}")
+    return {name: row[name] for name in ("sentence", "option1", "option2", "answer")}
+
+
+def _lambada(row: Row) -> Row:
+    if " " not in row["text"].strip():
+        raise ValueError(f"a passage has a context and a last word, got {row['text']!r}")
+    return {"text": row["text"]}
+
+
+def _squad(row: Row) -> Row:
+    if not row["answers"]:
+        raise ValueError("a question needs at least one answer")
+    text = f"{row['context']}\nQuestion: {row['question']}\nAnswer:"
+    return {"text": text, "value": row["answers"][0], "answers": row["answers"]}
+
+
+def _based(row: Row) -> Row:
+    if not row["value"].strip():
+        raise ValueError("column 'value' is empty")
+    return {"text": row["text"], "value": row["value"], "answers": [row["value"].strip()]}
+
+
+BASED: dict[str, type] = {"text": str, "value": str}
+ARC: dict[str, type] = {"question": str, "choices": list, "gold": int}
+
+FILES: dict[str, tuple[Rows | Pages, ...]] = {
+    "wikitext": (Pages(("wikitext2_raw.test.txt",)),),
+    "lambada_openai": (Rows(("lambada_openai.test.jsonl",), {"text": str}, _lambada),),
+    "piqa": (Rows(("piqa.valid.jsonl",), {"goal": str, "sol1": str, "sol2": str, "label": int}, _piqa),),
+    "hellaswag": (Rows(("hellaswag.val.jsonl",), {"query": str, "choices": list, "gold": int}, _hellaswag),),
+    "winogrande": (Rows(("winogrande_xl.dev.jsonl",), {"sentence": str, "option1": str, "option2": str, "answer": str}, _winogrande),),
+    "arc_easy": (Rows(("arc_easy.test.jsonl",), ARC, _arc),),
+    "arc_challenge": (Rows(("arc_challenge.test.jsonl",), ARC, _arc),),
+    "swde": (Rows(("swde.jsonl", "based-swde.jsonl"), BASED, _based),),
+    "fda": (Rows(("fda.jsonl", "based-fda.jsonl"), BASED, _based),),
+    "squad_completion": (
+        Rows(("squad.jsonl", "based-squad.jsonl"), BASED, _based),
+        Rows(("squad_subset.jsonl",), {"context": str, "question": str, "answers": list}, _squad),
+    ),
+}
+"""Where each task's data may be; where there are several kinds of file, the first that exists is taken."""
+
+
+def rows(task: str, folder: Path) -> tuple[list[Row], str]:
+    """(rows of a task, the file they are from)."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"--data-dir {folder}: no such folder")
+    kinds = FILES[task]
+    path = find(folder, *(name for kind in kinds for name in kind.names))
+    kind = next(kind for kind in kinds if path.name.removesuffix(".xz") in kind.names)
+    read = list(kind.read(path))
+    if not read:
+        raise ValueError(f"{path}: no rows")
+    return read, path.name.removesuffix(".xz")

@@ -1,0 +1,83 @@
+"""In what order requests are answered: contexts read once, packed with others, and common beginnings of contexts read once too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+Tokens = tuple[int, ...]
+
+SHARED = 32
+"""Tokens that contexts must have in common, beside half of their length, to be read as one beginning and several endings."""
+
+
+@dataclass
+class Batch:
+    """Contexts that are read together, after their common beginnings if there are any."""
+
+    contexts: list[Tokens] = field(default_factory=list)
+    prefixes: list[Tokens] = field(default_factory=list)
+    owner: list[int] = field(default_factory=list)
+    """The prefix of each context; empty where there are none."""
+    tokens: int = 0
+
+    @property
+    def endings(self) -> list[Tokens]:
+        """What is left of each context after its prefix."""
+        return [context[len(self.prefixes[n]) :] for context, n in zip(self.contexts, self.owner, strict=True)]
+
+
+def common(a: Tokens, b: Tokens) -> int:
+    """How many tokens two sequences begin with alike."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if a[:middle] == b[:middle] else (low, middle - 1)
+    return low
+
+
+def families(contexts: Sequence[Tokens]) -> list[tuple[Tokens, list[Tokens]]]:
+    """(beginning, contexts) where several contexts share at least SHARED tokens and half of each; a context alone has beginning ()."""
+    made: list[tuple[Tokens, list[Tokens]]] = []
+    for context in sorted(contexts):
+        if made:
+            prefix, members = made[-1]
+            alike = common(prefix, context[:-1])  # something must be left to read after the beginning
+            if alike >= SHARED and 2 * alike >= len(context):
+                made[-1] = (prefix[:alike], [*members, context])
+                continue
+        made.append((context[:-1], [context]))
+    return [(prefix if len(members) > 1 else (), members) for prefix, members in made]
+
+
+def batches(contexts: Sequence[Tokens], tokens: int, rows: int) -> Iterator[Batch]:
+    """Contexts of similar length together, the longest first, at most `tokens` and `rows` at a time where one alone is not more."""
+    groups = sorted(families(contexts), key=lambda group: (bool(group[0]), -max(map(len, group[1]))))
+    batch = Batch()
+    for prefix, members in groups:
+        for context in members:
+            known = prefix in batch.prefixes[-1:]
+            cost = len(context) - known * len(prefix)
+            if batch.contexts and (batch.tokens + cost > tokens or len(batch.contexts) == rows or bool(prefix) != bool(batch.prefixes)):
+                yield batch
+                batch, known, cost = Batch(), False, len(context)
+            if prefix and not known:
+                batch.prefixes.append(prefix)
+            if prefix:
+                batch.owner.append(len(batch.prefixes) - 1)
+            batch.contexts.append(context)
+            batch.tokens += cost
+    if batch.contexts:
+        yield batch
+
+
+def split(lengths: Sequence[int], tokens: int, rows: int, padded: bool = False) -> Iterator[range]:
+    """Neighbours to run together: at most `tokens`, padding to the first and longest of them included if `padded`, and `rows`."""
+    start, total = 0, 0
+    for n, length in enumerate(lengths):
+        total = (n + 1 - start) * lengths[start] if padded else total + length
+        if n > start and (total > tokens or n - start == rows):
+            yield range(start, n)
+            start, total = n, length
+    if lengths:
+        yield range(start, len(lengths))

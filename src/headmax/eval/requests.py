@@ -1,0 +1,77 @@
+"""What tasks ask of a model, as plain data: token ids, so that scoring needs neither the tasks nor their texts."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+Kind = Literal["loglikelihood", "generate", "recall"]
+
+
+@dataclass(frozen=True)
+class Request:
+    kind: Kind
+    context: tuple[int, ...]
+    """Tokens to read, at least one."""
+    targets: tuple[int, ...] = ()
+    """loglikelihood: the tokens after the context. recall: what should follow each of the context's last tokens."""
+    until: tuple[str, ...] = ()
+    """generate: strings that end the text."""
+    max_new_tokens: int = 0
+    cut: int = 0
+    """Tokens that a length limit took from the start of the context."""
+
+    @functools.cached_property
+    def id(self) -> str:
+        """Made of the content, so that a score belongs to what was asked and to nothing else."""
+        content = json.dumps([self.kind, self.context, self.targets, self.until, self.max_new_tokens])
+        return hashlib.sha256(content.encode()).hexdigest()[:24]
+
+    @classmethod
+    def from_json(cls, line: Mapping[str, Any]) -> Request:
+        lists = {name: tuple(line[name]) for name in ("context", "targets", "until")}
+        request = cls(line["kind"], **lists, max_new_tokens=line["max_new_tokens"], cut=line["cut"])
+        if request.id != line["id"]:
+            raise ValueError(f"request {line['id']} is not what it was when it was written")
+        return request
+
+
+def write(path: Path, tasks: Mapping[str, Sequence[Request]]) -> None:
+    """All requests of all tasks, one JSON line each; the file is there when it is whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    with part.open("w") as file:
+        for task, requests in tasks.items():
+            for request in requests:
+                file.write(json.dumps({"task": task, "id": request.id} | asdict(request)) + "\n")
+    os.replace(part, path)
+
+
+def read(path: Path) -> dict[str, list[Request]]:
+    """Task by task, what `write` wrote."""
+    tasks: dict[str, list[Request]] = {}
+    known: dict[tuple[int, ...], tuple[int, ...]] = {}
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file; make it with --stage requests")
+    with path.open() as file:
+        for number, line in enumerate(file, 1):
+            try:
+                row = json.loads(line)
+                request = Request.from_json(row)
+                context = known.setdefault(request.context, request.context)  # one context of many requests is kept once
+                tasks.setdefault(row["task"], []).append(replace(request, context=context))
+            except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+                raise ValueError(f"{path}:{number}: not a request: {error}") from error
+    return tasks
+
+
+def cut(requests: Iterable[Request]) -> dict[str, int]:
+    """How many requests a length limit shortened, and by how many tokens in all."""
+    lost = [request.cut for request in requests if request.cut]
+    return {"requests": len(lost), "tokens": sum(lost)}

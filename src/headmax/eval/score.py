@@ -1,0 +1,83 @@
+"""The stage between requests and metrics, on a machine that may have torch and transformers alone.
+
+python -m headmax.eval.score CHECKPOINT WORK --device cuda
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from headmax.eval import requests
+from headmax.eval.requests import Request
+from headmax.eval.scores import ScoreFile
+from headmax.eval.scoring import Scorer
+from headmax.generate.terminal import load, load_tokenizer
+
+REQUESTS, SCORES = "requests.jsonl", "scores.jsonl"
+"""The files in a work folder."""
+
+
+def score(scorer: Scorer, asked: Mapping[str, Sequence[Request]], file: ScoreFile, say: Callable[[str, int, int], None]) -> None:
+    """Answers what has no answer yet, task by task, each batch on disk before the next begins."""
+    file.begin(scorer.source)
+    for task, wanted in asked.items():
+        missing = {request.id: request for request in wanted if request.id not in file.scores}
+        done, total = 0, len(missing)
+        say(task, done, total)
+        for scores in scorer(missing.values()):
+            file.add(scores)
+            done += len(scores)
+            say(task, done, total)
+
+
+def score_folder(
+    checkpoint: Path,
+    tokenizer: Path,
+    work: Path,
+    device: str | None,
+    dtype: str | None,
+    batch_tokens: int,
+    say: Callable[[str, int, int], None],
+) -> None:
+    """scores.jsonl beside requests.jsonl in a work folder; `say` hears of a task, requests done and requests to do."""
+    asked = requests.read(work / REQUESTS)
+    model = load(checkpoint, device or ("cuda" if torch.cuda.is_available() else "cpu"), getattr(torch, dtype) if dtype else None)
+    score(Scorer(model, find_tokenizer(tokenizer), batch_tokens), asked, ScoreFile(work / SCORES), say)
+
+
+def find_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
+    """The tokenizer in a folder. Recall needs none, and what needs one says so."""
+    try:
+        return load_tokenizer(folder)
+    except ValueError:
+        return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser("headmax.eval.score", description=__doc__.splitlines()[0])
+    parser.add_argument("checkpoint", type=Path, help="folder with config.json, safetensors files and a tokenizer")
+    parser.add_argument("work", type=Path, help="folder with requests.jsonl; scores.jsonl is written there, or continued")
+    parser.add_argument("--tokenizer", type=Path, help="folder with the tokenizer, if it is not beside the model")
+    parser.add_argument("--device", help="cpu or cuda; cuda where there is one")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16", "float64"], help="of the weights")
+    parser.add_argument("--batch-tokens", type=int, default=16_384, help="most tokens in one forward pass")
+    given = parser.parse_args()
+
+    def say(task: str, done: int, total: int) -> None:
+        print(f"\r{task}: {done:,} of {total:,} scored", end="\n" if done == total else "", file=sys.stderr, flush=True)
+
+    try:
+        place = (given.checkpoint, given.tokenizer or given.checkpoint, given.work)
+        score_folder(*place, given.device, given.dtype, given.batch_tokens, say)
+    except (ValueError, OSError) as error:
+        sys.exit(f"headmax: {error}")
+
+
+if __name__ == "__main__":
+    main()

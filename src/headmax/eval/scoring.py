@@ -1,0 +1,262 @@
+"""Answers to requests, with torch alone. A context is read once and its state forked; sequences are packed, not padded."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from headmax.eval.plan import Batch, batches, split
+from headmax.eval.requests import Request
+from headmax.eval.scores import Score, Source
+from headmax.generate import GREEDY, Engine, PrefixState
+from headmax.generate import Request as Text
+from headmax.generate.prefix import fingerprint
+from headmax.layers.mixers.base import RecurrentState
+from headmax.models import HeadmaxCache, HeadmaxForCausalLM
+from headmax.ops import Packing
+from headmax.records import current_commit, describe_device
+
+LOGIT_ROWS = 1024
+"""Positions whose logits exist at a time."""
+STATE_BYTES = 2**30
+"""Memory for states of sequences on a CPU; an eighth of what is free on a GPU."""
+MAX_ROWS = 256
+"""Sequences at a time, at most."""
+
+
+class Scorer:
+    """Answers requests in batches of at most `batch_tokens`, unless a single sequence has more: that one is read in pieces.
+
+    Models with attention layers have no states to fork: there every request is read as a whole, padded on the right.
+    """
+
+    def __init__(self, model: HeadmaxForCausalLM, tokenizer: PreTrainedTokenizerBase | None = None, batch_tokens: int = 16_384) -> None:
+        if batch_tokens < 1:
+            raise ValueError(f"batch_tokens must be at least 1, got {batch_tokens}")
+        self.model, self.tokenizer, self.batch_tokens = model.eval(), tokenizer, batch_tokens
+        self.forks = not any(model.model.uses_attention)
+        with torch.inference_mode():
+            one = model(torch.zeros(1, 1, dtype=torch.int64, device=model.device), use_cache=True).past_key_values
+        self.state_bytes: int = one.nbytes()
+        memory = torch.cuda.mem_get_info(model.device)[0] // 8 if model.device.type == "cuda" else STATE_BYTES
+        self.rows = max(1, min(MAX_ROWS, memory // self.state_bytes))
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        return fingerprint(self.model)
+
+    @property
+    def source(self) -> Source:
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        return Source(self.fingerprint, dtype, describe_device(self.model.device), current_commit(), self.state_bytes)
+
+    @torch.no_grad()
+    def __call__(self, requests: Iterable[Request]) -> Iterator[list[Score]]:
+        """The scores of all requests, batch by batch, in no particular order; equal requests are answered once."""
+        by_context: dict[tuple[int, ...], list[Request]] = {}
+        for request in {request.id: request for request in requests}.values():
+            by_context.setdefault(request.context, []).append(request)
+        alone: list[Request] = []
+        forked: dict[tuple[int, ...], list[Request]] = {}
+        texts: list[Request] = []
+        for context, asked in by_context.items():
+            if not self.forks:
+                alone += [request for request in asked if request.kind != "generate"]
+                texts += [request for request in asked if request.kind == "generate"]
+            elif len(asked) == 1 and asked[0].kind != "generate":
+                alone += asked
+            else:
+                forked[context] = asked
+        yield from self._alone(alone)
+        if texts:
+            yield from self._texts([Text(list(request.context)) for request in texts], texts)
+        yield from self._forked(forked)
+
+    def _alone(self, requests: list[Request]) -> Iterator[list[Score]]:
+        """Whole sequences, each with one request."""
+        rows = sorted(((_inputs(request), request) for request in requests), key=lambda row: -len(row[0]))
+        for group in split([len(tokens) for tokens, _ in rows], self.batch_tokens, MAX_ROWS, padded=not self.forks):
+            inputs, asked = [rows[n][0] for n in group], [rows[n][1] for n in group]
+            if len(inputs) == 1 and len(inputs[0]) > self.batch_tokens:
+                yield [self._long(inputs[0], asked[0])]
+                continue
+            wanted = [len(tokens) - len(request.targets) for tokens, request in zip(inputs, asked, strict=True)]
+            if self.forks:
+                hidden, ends = self._packed(inputs).last_hidden_state[0], _ends(inputs)
+                starts = [end - len(tokens) + first for end, tokens, first in zip(ends, inputs, wanted, strict=True)]
+            else:
+                width = len(inputs[0])
+                padded = torch.tensor([[*tokens, *[0] * (width - len(tokens))] for tokens in inputs], device=self.model.device)
+                hidden = self.model.model(padded, use_cache=False).last_hidden_state.flatten(0, 1)
+                starts = [n * width + first for n, first in enumerate(wanted)]
+            positions = chain.from_iterable(range(start, start + len(r.targets)) for start, r in zip(starts, asked, strict=True))
+            logprobs, hits = self._targets(hidden[list(positions)], [token for request in asked for token in request.targets])
+            yield _sums(asked, logprobs, hits, [n for n, request in enumerate(asked) for _ in request.targets])
+
+    def _long(self, tokens: tuple[int, ...], request: Request) -> Score:
+        """One sequence in pieces that hand on the state."""
+        cache = HeadmaxCache(self.model.config.num_hidden_layers)
+        first, found = len(tokens) - len(request.targets), []
+        for start in range(0, len(tokens), self.batch_tokens):
+            piece = torch.tensor([tokens[start : start + self.batch_tokens]], device=self.model.device)
+            hidden = self.model.model(piece, past_key_values=cache, use_cache=True).last_hidden_state[0]
+            skipped = max(0, first - start)
+            if skipped < len(hidden):
+                end = start + len(hidden)
+                found.append(self._targets(hidden[skipped:], request.targets[start + skipped - first : end - first]))
+        logprobs, hits = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return _sums([request], logprobs, hits, [0] * len(request.targets))[0]
+
+    def _forked(self, by_context: dict[tuple[int, ...], list[Request]]) -> Iterator[list[Score]]:
+        """Contexts with several requests: read, then continued by each of them from the state."""
+        waiting: list[tuple[Text, Request]] = []
+        for batch in batches(list(by_context), self.batch_tokens, self.rows):
+            last, cache = self._read(batch)
+            scored = [(n, r) for n, context in enumerate(batch.contexts) for r in by_context[context] if r.kind == "loglikelihood"]
+            if scored:
+                yield self._continuations(last, cache, scored)
+            whole = [r for context in batch.contexts for r in by_context[context] if r.kind == "recall"]
+            yield from self._alone(whole)
+            waiting += [
+                (Text(prefix=self._prefix(context, n, last, cache)), request)
+                for n, context in enumerate(batch.contexts)
+                for request in by_context[context]
+                if request.kind == "generate"
+            ]
+            if len(waiting) >= self.rows:
+                yield from self._texts(*map(list, zip(*waiting, strict=True)))
+                waiting = []
+        if waiting:
+            yield from self._texts(*map(list, zip(*waiting, strict=True)))
+
+    def _read(self, batch: Batch) -> tuple[Tensor, HeadmaxCache]:
+        """The last hidden state [contexts, hidden] and the states after each context."""
+        if not batch.prefixes:
+            return self._states(batch.contexts, None)
+        _, cache = self._states(batch.prefixes, None)
+        return self._states(batch.endings, cache.select(torch.tensor(batch.owner, device=self.model.device)))
+
+    def _states(self, rows: Sequence[Sequence[int]], cache: HeadmaxCache | None) -> tuple[Tensor, HeadmaxCache]:
+        longest = self.batch_tokens if len(rows) == 1 else max(map(len, rows))
+        for start in range(0, max(map(len, rows)), longest):  # one long row goes in pieces
+            pieces = [row[start : start + longest] for row in rows]
+            output = self._packed(pieces, cache, keep=True)
+            cache = output.past_key_values
+        return output.last_hidden_state[0, [end - 1 for end in _ends(pieces)]], cache  # type: ignore[return-value]
+
+    def _packed(self, rows: Sequence[Sequence[int]], cache: HeadmaxCache | None = None, keep: bool = False):  # type: ignore[no-untyped-def]
+        """The model's output for rows laid end to end, each going on from its state in `cache`."""
+        tokens = torch.tensor([list(chain.from_iterable(rows))], device=self.model.device)
+        packing = Packing([0, *_ends(rows)], self.model.device)
+        return self.model.model(tokens, cu_seqlens=packing, past_key_values=cache, use_cache=keep)
+
+    def _continuations(self, last: Tensor, cache: HeadmaxCache, asked: list[tuple[int, Request]]) -> list[Score]:
+        """Scores of targets after contexts: the first target from the context's last hidden state, the others from the forked state."""
+        first = self._targets(last[[n for n, _ in asked]], [request.targets[0] for _, request in asked])
+        longer = [k for k, (_, request) in enumerate(asked) if len(request.targets) > 1]
+        longer.sort(key=lambda k: -len(asked[k][1].targets))
+        parts, owner = [first], list(range(len(asked)))
+        for group in split([len(asked[k][1].targets) - 1 for k in longer], self.batch_tokens, self.rows):
+            members = [longer[n] for n in group]
+            targets = [asked[k][1].targets for k in members]
+            forked = cache.select(torch.tensor([asked[k][0] for k in members], device=self.model.device))
+            hidden = self._packed([tokens[:-1] for tokens in targets], forked).last_hidden_state[0]
+            parts.append(self._targets(hidden, [token for tokens in targets for token in tokens[1:]]))
+            owner += [k for k in members for _ in asked[k][1].targets[1:]]
+        logprobs, hits = (torch.cat(found) for found in zip(*parts, strict=True))
+        return _sums([request for _, request in asked], logprobs, hits, owner)
+
+    def _targets(self, hidden: Tensor, targets: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Log-probability of each target [n] after hidden states [n, hidden], and whether no token was likelier."""
+        wanted = torch.tensor(targets, device=hidden.device)
+        logprobs, hits = [], []
+        for h, target in zip(hidden.split(LOGIT_ROWS), wanted.split(LOGIT_ROWS), strict=True):
+            logits = self.model.lm_head(h)
+            hits.append(logits.argmax(-1) == target)
+            logprobs.append(
+                logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)).gather(1, target.unsqueeze(1)).squeeze(1)
+            )
+        return torch.cat(logprobs), torch.cat(hits)
+
+    def _prefix(self, context: tuple[int, ...], row: int, last: Tensor, cache: HeadmaxCache) -> PrefixState:
+        states = []
+        for layer in cache.layers:
+            assert isinstance(layer.state, RecurrentState)
+            states.append(RecurrentState(layer.state.recurrent[row : row + 1].clone(), tuple(x[row : row + 1] for x in layer.state.conv)))
+        return PrefixState(torch.tensor(context), tuple(states), self.model.lm_head(last[row]).float(), self.fingerprint)
+
+    def _texts(self, starts: Sequence[Text], requests: Sequence[Request]) -> Iterator[list[Score]]:
+        """Greedy continuations, until a stop string, the end-of-text token or the request's most tokens."""
+        order = sorted(range(len(requests)), key=lambda n: len(requests[n].context))
+        for group in split([0] * len(order), 1, self.engine_rows):
+            members = [order[n] for n in group]
+            made = self._engine(max(len(requests[n].context) + requests[n].max_new_tokens for n in members)).generate(
+                [
+                    Text(
+                        starts[n].prompt,
+                        starts[n].prefix,
+                        requests[n].max_new_tokens,
+                        GREEDY,
+                        stop_tokens=self.end_tokens,
+                        stop_strings=requests[n].until,
+                    )
+                    for n in members
+                ]
+            )
+            yield [self._text(requests[n], completion.tokens) for n, completion in zip(members, made, strict=True)]
+
+    def _text(self, request: Request, tokens: list[int]) -> Score:
+        """Decoded at once, not as it came: where bytes are no text the two differ."""
+        assert self.tokenizer is not None
+        text = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+        return Score(request.id, text=min((text.partition(stop)[0] for stop in request.until), key=len, default=text), tokens=tokens)
+
+    @property
+    def engine_rows(self) -> int:
+        return self.rows if self.forks else 16
+
+    @property
+    def end_tokens(self) -> list[int]:
+        """That end a text: the tokenizer's, as the harness has it, or the model's own."""
+        ends = self.model.config.eos_token_id if self.tokenizer is None else self.tokenizer.eos_token_id
+        ends = [] if ends is None else [ends] if isinstance(ends, int) else ends
+        return [token for token in ends if token < self.model.config.vocab_size]
+
+    def _engine(self, length: int) -> Engine:
+        """One for all texts of a recurrent model; attention needs memory for the longest text of each batch."""
+        if self.tokenizer is None:
+            raise ValueError("texts are generated with a tokenizer: put one beside the model or name it with --tokenizer")
+        if not self.forks:
+            return Engine(self.model, max_batch=self.engine_rows, max_length=length, tokenizer=self.tokenizer)
+        return self._recurrent_engine
+
+    @functools.cached_property
+    def _recurrent_engine(self) -> Engine:
+        dtype = torch.promote_types(self.model.dtype, torch.float32)
+        return Engine(self.model, max_batch=self.engine_rows, state_dtype=dtype, tokenizer=self.tokenizer)
+
+
+def _inputs(request: Request) -> tuple[int, ...]:
+    """What the model reads to predict the targets: all but the last of them, unless they are no part of the text."""
+    return request.context if request.kind == "recall" else request.context + request.targets[:-1]
+
+
+def _ends(rows: Sequence[Sequence[int]]) -> list[int]:
+    total, ends = 0, []
+    for row in rows:
+        total += len(row)
+        ends.append(total)
+    return ends
+
+
+def _sums(requests: Sequence[Request], logprobs: Tensor, hits: Tensor, owner: Sequence[int]) -> list[Score]:
+    """Scores from those of single targets, `owner` being the request of each."""
+    index = torch.tensor(owner, device=logprobs.device)
+    totals = logprobs.new_zeros(len(requests), dtype=torch.float64).index_add_(0, index, logprobs.double()).tolist()
+    counts = hits.new_zeros(len(requests), dtype=torch.int64).index_add_(0, index, hits.long()).tolist()
+    return [Score(request.id, total, count) for request, total, count in zip(requests, totals, counts, strict=True)]

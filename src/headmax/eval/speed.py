@@ -1,0 +1,62 @@
+"""How fast requests are answered, beside lm-evaluation-harness's own Hugging Face class with the same model on the same machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from statistics import median
+from typing import Any
+
+from lm_eval.models.huggingface import HFLM
+from transformers import PreTrainedTokenizerBase
+
+from headmax.eval.harness import TokenLM
+from headmax.eval.run import Evaluation, Settings, silence
+from headmax.eval.scoring import Scorer
+from headmax.models import HeadmaxForCausalLM
+from headmax.records import Record, Recorder
+
+
+def compare(
+    model: HeadmaxForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: Settings,
+    tasks: Sequence[str],
+    batch_sizes: Sequence[int],
+    rounds: int,
+    say: Callable[[str], object],
+) -> Iterator[Record]:
+    """Seconds to answer all requests of a task, from texts to scores, medians of interleaved rounds; hf at each of its batch sizes."""
+    scorer = Scorer(model, tokenizer)
+    make = Recorder("eval speed", model.device)
+    lms: dict[str, Any] = {"headmax": TokenLM(tokenizer, lambda asked: {s.id: s for scores in scorer(asked) for s in scores})}
+    with silence():
+        lms |= {f"hf, batch {n}": HFLM(pretrained=model, tokenizer=tokenizer, batch_size=n, max_length=10**6) for n in batch_sizes}
+    for task in tasks:
+        evaluation = Evaluation(model.config, tokenizer, settings)
+        evaluation.requests([task], say)
+        if evaluation.failures:
+            raise ValueError(evaluation.failures[0])
+        instances = evaluation.instances(task)
+        if instances[0].request_type != "loglikelihood":
+            raise ValueError(f"task {task} asks for {instances[0].request_type}; only log-likelihoods are compared")
+        seconds: dict[str, list[float]] = {name: [] for name in lms}
+        answers = {}
+        for turn in range(rounds):
+            for name, lm in lms.items():
+                say(f"{task}, round {turn + 1} of {rounds}: {name}")
+                start = time.perf_counter()
+                with silence():
+                    answers[name] = lm.loglikelihood(instances)
+                seconds[name].append(time.perf_counter() - start)
+        for name, times in seconds.items():
+            apart = max(abs(a - b) for (a, _), (b, _) in zip(answers["headmax"], answers[name], strict=True))
+            ratio = median(times) / median(seconds["headmax"])
+            extra = {
+                "requests": len(instances),
+                "rounds": rounds,
+                "headmax as fast": ratio,
+                "largest difference": apart,
+                "limit": settings.limit,
+            }
+            yield make(task, name, "seconds", median(times), "s", **extra)

@@ -1,0 +1,124 @@
+"""The harness's own tasks, from the hub or from files: prompts, metrics and standard errors are the harness's either way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import lm_eval.tasks
+from lm_eval.api.instance import Instance
+from lm_eval.api.metrics import mean
+from lm_eval.api.task import ConfigurableTask, Task
+from lm_eval.tasks._yaml_loader import load_yaml
+
+from headmax.data.niah import ANSWER_TOKENS, Needles, sentences
+from headmax.eval import local
+from headmax.eval.names import NIAH
+
+FOLDERS = {"lambada_openai": "lambada", "arc_easy": "arc", "arc_challenge": "arc"}
+"""Of the harness's tasks, where it is not the task's name."""
+PROSE = ("classic_books_md.valid.txt", "enwiki_a.valid.txt")
+"""Haystacks in a data folder; on the hub there are the essays that RULER uses."""
+ESSAYS = "baber/paul_graham_essays"
+
+
+def _settings(name: str) -> dict[str, Any]:
+    folder = Path(lm_eval.tasks.__file__).parent / FOLDERS.get(name, name)
+    files = [folder / f"{name}.yaml", folder / "default.yaml"]
+    settings = load_yaml(next(file for file in files if file.is_file()), resolve_func=True)
+    return {key: value for key, value in settings.items() if key not in ("tag", "group")}
+
+
+def build(name: str, folder: Path | None) -> tuple[Task, str]:
+    """(a task of the harness, where its data are from): from the hub, or from files in a folder."""
+    settings = _settings(name)
+    kind: type[ConfigurableTask] = settings.pop("class", ConfigurableTask)
+    if folder is None:
+        try:
+            task = kind(config=settings)
+        except Exception as error:  # whatever the hub's many layers raise
+            raise ValueError(f"not to be had from the hub ({_line(error)}); give its files with --data-dir") from error
+        task.config.task = name
+        return task, "hub"
+    rows, source = local.rows(name, folder)
+    split = settings.get("test_split") or settings.get("validation_split") or "validation"
+
+    class Local(kind):
+        def download(self, *_: Any, **__: Any) -> None:
+            self.dataset = datasets.DatasetDict({split: datasets.Dataset.from_list(rows)})
+
+        def process_results(self, doc: dict, results: Sequence[Any]) -> dict:
+            if "answers" not in doc:
+                return super().process_results(doc, results)
+            found = (super(Local, self).process_results(doc | {"value": answer}, results) for answer in doc["answers"])
+            return max(found, key=lambda metrics: metrics["contains"])
+
+    if kind is ConfigurableTask:  # the files have neither other splits nor contexts in two parts
+        settings |= {key: None for key in ("training_split", "validation_split", "test_split") if settings.get(key) != split}
+        settings |= {"process_docs": None} if name == "hellaswag" else {}
+    task = Local(config=settings)
+    task.config.task = name
+    return task, source
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+
+
+class NeedleTask(ConfigurableTask):
+    """S-NIAH as a task: a text is generated and matched as RULER does it, and the log-probability of the answer is taken too."""
+
+    def __init__(self, name: str, needles: Needles, number: int, count_tokens: Callable[[str], int], seed: int) -> None:
+        self.made = [vars(sample) for sample in needles.samples(number, count_tokens, seed)]
+        super().__init__(
+            config={
+                "task": name,
+                "output_type": "generate_until",
+                "test_split": "test",
+                "doc_to_text": "prompt",
+                "doc_to_target": "value",
+                "generation_kwargs": {"until": [], "max_gen_toks": ANSWER_TOKENS, "do_sample": False},
+                "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+                "metadata": {"version": 1.0},
+            }
+        )
+
+    def download(self, *_: Any, **__: Any) -> None:
+        self.dataset = datasets.DatasetDict({"test": datasets.Dataset.from_list(self.made)})
+
+    def construct_requests(self, doc: dict, ctx: str, **kwargs: Any) -> list[Instance]:
+        metadata = kwargs["metadata"]
+        return [
+            Instance("generate_until", doc, (ctx, self.config.generation_kwargs), 0, metadata=metadata),
+            Instance("loglikelihood", doc, (ctx, f" {doc['value']}"), 1, metadata=metadata),
+        ]
+
+    def process_results(self, doc: dict, results: Sequence[Any]) -> dict[str, float]:
+        text, (logprob, _) = results
+        return {"acc": float(doc["value"].lower() in text.lower()), "answer_logprob": logprob}
+
+    def aggregation(self) -> dict:
+        return {"acc": mean, "answer_logprob": mean}
+
+    def higher_is_better(self) -> dict:
+        return {"acc": True, "answer_logprob": True}
+
+
+def prose(folder: Path | None) -> tuple[list[str], str]:
+    """(sentences of a haystack, where they are from)."""
+    if folder is not None:
+        path = local.find(folder, *PROSE)
+        return sentences(local.read_text(path)[: 2**20]), path.name.removesuffix(".xz")
+    try:
+        return sentences(" ".join(datasets.load_dataset(ESSAYS, split="train")["text"])), ESSAYS
+    except Exception as error:
+        raise ValueError(f"haystack {ESSAYS} is not to be had from the hub ({_line(error)}); give prose with --data-dir") from error
+
+
+def build_needles(name: str, folder: Path | None, number: int, count_tokens: Callable[[str], int], seed: int) -> tuple[Task, str]:
+    """(an S-NIAH task, where its haystack is from)."""
+    kind, length = NIAH[name]
+    haystack, source = ([], "noise sentence") if kind == 1 else prose(folder)
+    return NeedleTask(name, Needles(kind, length, haystack), number, count_tokens, seed), source

@@ -1,0 +1,107 @@
+"""`headmax eval`: the stages with progress, and a table of what came out."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from headmax import records
+from headmax.eval import names, requests
+from headmax.eval.run import Evaluation, Settings, model_name
+from headmax.eval.score import REQUESTS, SCORES, find_tokenizer, score_folder
+from headmax.eval.scores import ScoreFile
+from headmax.models import HeadmaxConfig
+
+Stage = Literal["all", "requests", "score", "metrics"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Whose evaluation, and where its files are."""
+
+    checkpoint: Path
+    tokenizer: Path
+    work: Path
+    name: str | None = None
+    """Of the model in records."""
+
+    @property
+    def config(self) -> HeadmaxConfig:
+        if not (self.checkpoint / "config.json").is_file():
+            raise FileNotFoundError(f"{self.checkpoint}: no config.json there; give a folder that save_pretrained wrote")
+        return HeadmaxConfig.from_pretrained(self.checkpoint)
+
+
+def make_requests(evaluation: Evaluation, tasks: Sequence[str], place: Place) -> None:
+    """Stage 1: requests.jsonl, and a line about every task that a length limit cut."""
+    console = Console(stderr=True)
+    with console.status("requests") as status:
+        made = evaluation.requests(tasks, status.update)
+    requests.write(place.work / REQUESTS, made)
+    for task, asked in made.items():
+        if (cut := requests.cut(asked))["requests"]:
+            console.print(f"{task}: {cut['requests']:,} of {len(asked):,} requests were cut, by {cut['tokens']:,} tokens in all")
+
+
+def make_scores(place: Place, device: str | None, dtype: str | None, batch_tokens: int) -> None:
+    """Stage 2: scores.jsonl."""
+    columns = (TextColumn("{task.description:20}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        bars: dict[str, Any] = {}
+
+        def say(task: str, done: int, total: int) -> None:
+            if task not in bars:
+                bars[task] = progress.add_task(task, total=total)
+            progress.update(bars[task], completed=done)
+
+        score_folder(place.checkpoint, place.tokenizer, place.work, device, dtype, batch_tokens, say)
+
+
+def make_metrics(evaluation: Evaluation, tasks: Sequence[str], place: Place, out: Path | None) -> None:
+    """Stage 3: records."""
+    asked, file = requests.read(place.work / REQUESTS), ScoreFile(place.work / SCORES)
+    if file.source is None:
+        raise FileNotFoundError(f"{place.work / SCORES}: no scores there; make them with --stage score")
+    for task in tasks:
+        if task not in asked and not any(line.startswith(f"task {task}:") for line in evaluation.failures):
+            evaluation.failures.append(f"task {task}: not in {place.work / REQUESTS}")
+    with Console(stderr=True).status("metrics") as status:
+        found = evaluation.metrics([task for task in tasks if task in asked], file.scores, status.update)
+    name = place.name or model_name(evaluation.config, place.checkpoint.resolve().name)
+    made = evaluation.records(found, asked, file.source, name)
+    records.append(out or place.work / "records.jsonl", made)
+    table = Table("task", "metric", "value", "± standard error", "n", title=name, title_justify="left", box=None)
+    for record in made:
+        error = record.extra["stderr"]
+        table.add_row(record.case, record.metric, f"{record.value:.4f}", "" if error is None else f"{error:.4f}", str(record.extra["n"]))
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+
+
+def run(
+    place: Place,
+    tasks: str,
+    settings: Settings,
+    stage: Stage,
+    out: Path | None,
+    device: str | None,
+    dtype: str | None,
+    batch_tokens: int,
+) -> list[str]:
+    """Runs a stage or all of them; one line for each task that could not be done."""
+    config = place.config
+    wanted, failures = names.expand(tasks, config.vocab_size)
+    evaluation = Evaluation(config, find_tokenizer(place.tokenizer), settings, failures)
+    if stage in ("all", "requests"):
+        make_requests(evaluation, wanted, place)
+    if stage in ("all", "score"):
+        make_scores(place, device, dtype, batch_tokens)
+    if stage in ("all", "metrics"):
+        make_metrics(evaluation, wanted, place, out)
+    return failures

@@ -1,0 +1,265 @@
+"""The three stages as a user runs them: alone, together, interrupted, on bad input, and through the harness's own command line."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from headmax import records
+from headmax.eval import requests
+from headmax.eval.names import COMMONSENSE, MQAR, NIAH, expand
+from headmax.eval.requests import Request
+from headmax.eval.run import Evaluation, Settings, model_name
+from headmax.eval.scores import Score, ScoreFile, Source
+from headmax.recipes import get
+from tests.eval.conftest import FILES, make_model, rows
+
+SOURCE = Source("abc", "float32", "cpu", "v0", 10)
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
+
+
+def headmax(*arguments: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "headmax", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)
+
+
+def without(modules: list[str], module: str, *arguments: object) -> subprocess.CompletedProcess:
+    """Runs a module where others cannot be imported."""
+    blocked = f"import sys, runpy; sys.modules.update(dict.fromkeys({modules!r})); sys.argv = ['x', *{[str(a) for a in arguments]!r}];"
+    code = blocked + f"runpy.run_module({module!r}, run_name='__main__')"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=ENVIRONMENT)
+
+
+def test_stages_run_apart_and_give_what_they_give_together(checkpoint: Path, data_dir: Path, tmp_path: Path) -> None:
+    """The middle one with neither the harness nor the command line's packages."""
+    asked = ["--tasks", "commonsense,squad_completion,niah_single_1_1k,mqar_8", "--data-dir", data_dir, "--limit", 4]
+    together = headmax("eval", checkpoint, *asked, "--work", tmp_path / "a", "--out", tmp_path / "a.jsonl", "--device", "cpu")
+    assert together.returncode == 0, together.stderr
+    apart = [checkpoint, *asked, "--work", tmp_path / "b", "--out", tmp_path / "b.jsonl"]
+    assert headmax("eval", *apart, "--stage", "requests").returncode == 0
+    extras = ["lm_eval", "datasets", "evaluate", "wonderwords", "rich", "tyro"]
+    done = without(extras, "headmax.eval.score", checkpoint, tmp_path / "b", "--device", "cpu", "--batch-tokens", 300)
+    assert done.returncode == 0, done.stderr
+    done = headmax("eval", *apart, "--stage", "metrics")
+    assert done.returncode == 0, done.stderr
+    one, two = (list(records.read(tmp_path / f"{name}.jsonl")) for name in "ab")
+    assert {record.case for record in one} == {*COMMONSENSE, "squad_completion", "niah_single_1_1k", "mqar_8"}
+    for a, b in zip(one, two, strict=True):
+        assert (a.case, a.metric, a.unit) == (b.case, b.metric, b.unit)
+        assert a.value == pytest.approx(b.value, rel=1e-4)
+        assert {"stderr", "n", "checkpoint", "cut", "limit", "max_length"} <= set(a.extra)
+        assert a.extra["n"] == 4
+        assert a.case in done.stdout
+    needles = {record.metric: record for record in one if record.case == "niah_single_1_1k"}
+    assert set(needles) == {"acc", "answer_logprob"}
+    assert needles["answer_logprob"].value < 0
+    (recall,) = (record for record in one if record.case == "mqar_8")
+    assert recall.extra["pairs"] == 8
+    assert recall.extra["state_bytes"] > 0
+
+
+def test_a_killed_run_goes_on_where_it_was(checkpoint: Path, data_dir: Path, tmp_path: Path) -> None:
+    asked = ["eval", checkpoint, "--tasks", "lambada_openai,hellaswag", "--data-dir", data_dir]
+    assert headmax(*asked, "--work", tmp_path, "--stage", "requests").returncode == 0
+    command = [sys.executable, "-m", "headmax.eval.score", str(checkpoint), str(tmp_path), "--device", "cpu", "--batch-tokens"]
+    scores = tmp_path / "scores.jsonl"
+    process = subprocess.Popen([*command, "30"], env=ENVIRONMENT, stderr=subprocess.DEVNULL)  # tiny batches: there is time to kill it
+    while not scores.exists() or scores.read_bytes().count(b"\n") < 30:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    kept = scores.read_bytes()
+    before = ScoreFile(scores)
+    total = {request.id for task in requests.read(tmp_path / "requests.jsonl").values() for request in task}
+    assert 20 < len(before.scores) < len(total)
+    with scores.open("ab") as file:
+        file.write(b'{"id": "0123", "logp')  # and a line torn in the middle
+    done = subprocess.run([*command, "16384"], env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    whole = kept[: before.whole]
+    assert scores.read_bytes().startswith(whole)
+    after = ScoreFile(scores)
+    assert set(after.scores) == total
+    assert scores.read_bytes().count(b"\n") == len(total) + 1  # nothing was scored twice
+    size = scores.stat().st_size
+    assert headmax(*asked, "--work", tmp_path, "--device", "cpu", "--out", tmp_path / "r.jsonl").returncode == 0
+    assert scores.stat().st_size == size
+
+
+def test_scores_of_another_checkpoint_are_refused(tmp_path: Path) -> None:
+    file = ScoreFile(tmp_path / "s.jsonl")
+    file.begin(SOURCE)
+    file.add([Score("1", -1.0, 2), Score("2", text="so", tokens=[3])])
+    again = ScoreFile(tmp_path / "s.jsonl")
+    assert again.scores == file.scores
+    assert again.source == SOURCE
+    with pytest.raises(ValueError, match=r"scores of another checkpoint \(abc\).* this one is xyz"):
+        again.begin(Source("xyz", "float32", "cpu", "v0", 10))
+    (tmp_path / "s.jsonl").write_text('{"id": "1"}\n')
+    with pytest.raises(ValueError, match=r"s\.jsonl:1: not a score: the first line must say whose"):
+        ScoreFile(tmp_path / "s.jsonl")
+
+
+def test_requests_survive_a_file_and_changes_are_noticed(tmp_path: Path) -> None:
+    asked = {"a": [Request("loglikelihood", (1, 2), (3,), cut=4)], "b": [Request("generate", (1, 2), (), ("\n",), 9)]}
+    path = tmp_path / "r.jsonl"
+    requests.write(path, asked)
+    assert requests.read(path) == asked
+    assert requests.cut(asked["a"]) == {"requests": 1, "tokens": 4}
+    path.write_text(path.read_text().replace('"targets": [3]', '"targets": [5]'))
+    with pytest.raises(ValueError, match=r"r\.jsonl:1: not a request: .* is not what it was"):
+        requests.read(path)
+    with pytest.raises(FileNotFoundError, match="make it with --stage requests"):
+        requests.read(tmp_path / "none.jsonl")
+
+
+BROKEN = {
+    "piqa": ('{"goal": "a", "sol1": "b", "label": 0}\n', r"piqa\.valid\.jsonl:1: no column 'sol2', only 'goal', 'sol1', 'label'"),
+    "hellaswag": ('{"query": "a", "choices": ["b"], "gold": 0}\n{"que', r"hellaswag\.val\.jsonl:2: Unterminated string"),
+    "winogrande": ("", r"winogrande_xl\.dev\.jsonl: no rows"),
+    "arc_easy": (
+        '{"question": "a", "choices": ["b", "c"], "gold": 2}',
+        r"arc_easy\.test\.jsonl:1: column 'gold' must name one of the 2 choices",
+    ),
+    "arc_challenge": (
+        '{"question": "a", "choices": "b", "gold": 0}',
+        r"arc_challenge\.test\.jsonl:1: column 'choices' must be list, got 'b'",
+    ),
+    "lambada_openai": ("[1]", r"lambada_openai\.test\.jsonl:1: a row is a JSON object, got list"),
+}
+
+
+def test_broken_tasks_are_named_and_the_others_saved(checkpoint: Path, tmp_path: Path) -> None:
+    for task, (text, _) in BROKEN.items():
+        (tmp_path / FILES[task]).write_text(text)
+    (tmp_path / FILES["swde"]).write_text("".join(json.dumps(row) + "\n" for row in rows("swde", 3)))
+    out = tmp_path / "r.jsonl"
+    tasks = ",".join(["pica", *BROKEN, "fda", "mqar_4", "swde", "mqar_999"])
+    done = headmax("eval", checkpoint, "--tasks", tasks, "--data-dir", tmp_path, "--work", tmp_path / "w", "--out", out, "--device", "cpu")
+    assert done.returncode == 2
+    lines = [line for line in done.stderr.splitlines() if line.startswith("headmax: ")]
+    assert "Traceback" not in done.stderr
+    assert lines[0] == "headmax: unknown task 'pica'; did you mean 'piqa'?"
+    assert lines[1].startswith("headmax: unknown task 'mqar_999'; did you mean 'mqar_")
+    for task, (_, said) in BROKEN.items():
+        (line,) = (line for line in lines if line.startswith(f"headmax: task {task}: "))
+        assert re.search(said, line)
+    assert any("task fda: " in line and "no fda.jsonl or based-fda.jsonl there" in line for line in lines)
+    assert len(lines) == len(BROKEN) + 3
+    assert {record.case for record in records.read(out)} == {"mqar_4", "swde"}
+
+
+def test_without_a_network_the_hub_is_one_clear_line(checkpoint: Path, tmp_path: Path) -> None:
+    done = headmax("eval", checkpoint, "--tasks", "piqa,mqar_4", "--work", tmp_path, "--limit", 2, "--device", "cpu")
+    assert done.returncode == 2
+    assert "headmax: task piqa: not to be had from the hub" in done.stderr
+    assert "give its files with --data-dir" in done.stderr
+    assert (tmp_path / "records.jsonl").read_text().count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--limit", "0"], "--limit must be at least 1, got 0"),
+        (["--tasks", ","], "--tasks names no task"),
+        (["--stage", "metrics"], "requests.jsonl: no such file; make it with --stage requests"),
+        (["--max-length", "1"], "max_length must be at least 2, got 1"),
+    ],
+)
+def test_bad_arguments(arguments: list[str], said: str, checkpoint: Path, data_dir: Path, tmp_path: Path) -> None:
+    given = ["--tasks", "piqa", "--data-dir", data_dir, "--work", tmp_path, "--device", "cpu", *arguments]
+    done = headmax("eval", checkpoint, *given)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
+    done = headmax("eval", tmp_path, "--tasks", "piqa")
+    assert done.returncode == 2
+    assert "no config.json there" in done.stderr
+
+
+def copying(tokenizer: PreTrainedTokenizerFast, request: Request, silent: bool) -> Score:
+    if request.kind == "loglikelihood":
+        return Score(request.id, -1.0, 0)
+    needle = re.search(r"One of the special magic \w+s for \S+ is: (\S+)\.", tokenizer.decode(request.context))
+    assert needle
+    return Score(request.id, text="" if silent else f" {needle.group(1)}.", tokens=[])
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_copying_the_needle_scores_all_and_silence_nothing(silent: bool, tokenizer: PreTrainedTokenizerFast, data_dir: Path) -> None:
+    evaluation = Evaluation(make_model("gla").config, tokenizer, Settings(data_dir, limit=4))
+    tasks = [name for name, (_, length) in NIAH.items() if length <= 2048]
+    asked = evaluation.requests(tasks, lambda _: None)
+    assert not evaluation.failures
+    scores = {request.id: copying(tokenizer, request, silent) for task in asked.values() for request in task}
+    for task, metrics in evaluation.metrics(tasks, scores, lambda _: None).items():
+        assert metrics[0].value == (0.0 if silent else 1.0)
+        assert all(len(request.context) + request.max_new_tokens <= NIAH[task][1] for request in asked[task])
+    assert not evaluation.failures
+
+
+def test_recall_metrics() -> None:
+    evaluation = Evaluation(make_model("gla", 64).config, None, Settings(limit=10))
+    asked = evaluation.requests(["mqar_8"], lambda _: None)["mqar_8"]
+    scores = {request.id: Score(request.id, -1.0, 8 if n % 2 else 4) for n, request in enumerate(asked)}
+    (metric,) = evaluation.metrics(["mqar_8"], scores, lambda _: None)["mqar_8"]
+    assert metric.value == 0.75
+    assert metric.stderr == pytest.approx(0.25 / 9**0.5)
+    assert evaluation.requests(["piqa"], lambda _: None) == {}
+    assert "texts need a tokenizer" in evaluation.failures[-1] or "hub" in evaluation.failures[-1]
+
+
+def test_names() -> None:
+    assert expand("commonsense", 64)[0] == list(COMMONSENSE)
+    assert expand("mqar", 64)[0] == ["mqar_4", "mqar_8", "mqar_16", "mqar_32"]
+    assert expand("niah,niah_single_1_1k", 64)[0] == list(NIAH)
+    assert expand("mqar_256,hellaswg", 64) == (["mqar_256"], ["unknown task 'hellaswg'; did you mean 'hellaswag'?"])
+    assert len(MQAR) == 7
+    assert model_name(get("softmax-gla-340m").model, "x") == "softmax-gla-340m"
+    assert model_name(make_model("gla").config, "x") == "x"
+
+
+def test_the_harness_s_own_command_line(checkpoint: Path, data_dir: Path, tmp_path: Path) -> None:
+    """One of its tasks, on a file: the same accuracies from its Hugging Face class and from ours."""
+    task = f"""
+task: local_piqa
+dataset_path: json
+dataset_kwargs: {{data_files: {{validation: {data_dir / FILES["piqa"]}}}}}
+output_type: multiple_choice
+validation_split: validation
+doc_to_text: "Question: {{{{goal}}}}\\nAnswer:"
+doc_to_target: label
+doc_to_choice: "{{{{[sol1, sol2]}}}}"
+metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
+"""
+    (tmp_path / "local_piqa.yaml").write_text(task)
+    found = {}
+    for model in ("headmax", "hf"):
+        options = ["--model", model, "--model_args", f"pretrained={checkpoint},dtype=float32", "--tasks", "local_piqa", "--device", "cpu"]
+        command = [
+            sys.executable,
+            "-m",
+            "headmax.eval.lm_eval",
+            *options,
+            "--include_path",
+            str(tmp_path),
+            "--output_path",
+            str(tmp_path / model),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT | {"HF_DATASETS_CACHE": str(tmp_path)})
+        assert done.returncode == 0, done.stderr[-2000:]
+        (file,) = (tmp_path / model).rglob("results*.json")
+        found[model] = json.loads(file.read_text())["results"]["local_piqa"]
+    assert found["headmax"]["acc,none"] == found["hf"]["acc,none"]
+    assert found["headmax"]["acc_stderr,none"] == found["hf"]["acc_stderr,none"]
