@@ -111,8 +111,8 @@ def test_kernel_benchmark_checks_before_it_times(tmp_path: Path) -> None:
     ("arguments", "said"),
     [
         (["bench", "train", "--recipe", "softmax-gla-340n"], "unknown recipe 'softmax-gla-340n'; did you mean"),
-        (["bench", "train"], "--device cuda: this machine has cpu"),
-        (["bench", "tune"], "--device cuda: this machine has cpu"),
+        (["bench", "train"], "headmax bench train needs a CUDA GPU: this machine has cpu"),
+        (["bench", "tune"], "headmax bench tune needs a CUDA GPU: this machine has cpu"),
         (["bench", "decode"], "--device cuda: this machine has cpu"),
         (["bench", "decode", "--device", "cpu", "--batches", "0"], "--batches must be at least 1, got 0"),
         (["bench", "kernels", "--batch", "0"], "--batch must be at least 1, got 0"),

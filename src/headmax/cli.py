@@ -289,9 +289,10 @@ def bench_decode(
     groups = ["headmax"] * ours + ["transformer"] * transformer + {"none": [], "fla": ["fla"], "hf": ["generate", "llama"]}[peer]
     sizes = {"batches": batches, "prompts": prompts, "decoded": decoded, "drift": drift, "peer_tokens": peer_tokens, "rounds": rounds}
     kinds = {"dtype": getattr(torch, dtype), "state_dtype": getattr(torch, state_dtype), "device": device}
-    measured = decode.bench([decode.Plan(plain, group, **sizes, **kinds) for group in groups], limit, Console().print)  # type: ignore[arg-type]
-    if out is not None:
-        records.append(out, measured)
+    for group in groups:
+        measured = decode.bench(decode.Plan(plain, group, **sizes, **kinds), limit, Console().print)  # type: ignore[arg-type]
+        if out is not None:
+            records.append(out, measured)
 
 
 def bench_tune(

@@ -171,6 +171,7 @@ def test_gpus_too_small_for_the_kernels_go_without(
 ) -> None:
     gpu = SimpleNamespace(name="a card", major=major, minor=5, shared_memory_per_block_optin=1024 * shared)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.version, "hip", hip)
     registry.kernel_obstacle.cache_clear()
     found = registry.kernel_obstacle()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -283,10 +283,7 @@ def line(record: Record) -> str:
     return text
 
 
-def bench(plans: Iterable[Plan], limit: float | None, say: Callable[[str], None]) -> list[Record]:
-    """All plans, one after the other; with a `limit` in seconds each in a process of its own."""
-    found: list[Record] = []
-    for plan in plans:
-        say(f"{plan.recipe}: {plan.group}")
-        found += measure(plan) if limit is None else isolated(measure, plan, limit=limit, say=say)
-    return found
+def bench(plan: Plan, limit: float | None, say: Callable[[str], None]) -> list[Record]:
+    """One plan; with a `limit` in seconds in a process of its own."""
+    say(f"{plan.recipe}: {plan.group}")
+    return list(measure(plan)) if limit is None else isolated(measure, plan, limit=limit, say=say)

@@ -208,7 +208,8 @@ class Run:
     def __init__(self, engine: Engine, requests: Sequence[Request], on_token: OnToken | None, logprobs: bool) -> None:
         self.requests, self.on_token = requests, on_token
         self.completions = [Completion(logprobs=[] if logprobs else None) for _ in requests]
-        self.streams = [engine.tokenizer and TextStream(engine.tokenizer, request.stop_strings) for request in requests]
+        words = engine.tokenizer
+        self.streams = [None if words is None else TextStream(words, request.stop_strings) for request in requests]
         self.active = [n for n, request in enumerate(requests) if request.max_new_tokens > 0]
 
     def fetch(self, tokens: Tensor, logprobs: Tensor | None) -> Fetched:

@@ -34,6 +34,8 @@ def kernel_obstacle() -> str | None:
         return "triton is not installed"
     if torch.version.hip is not None:
         return "the kernels are written for NVIDIA GPUs"
+    if not torch.cuda.is_available():
+        return None  # a compiler may ask for a GPU that is elsewhere
     gpu = torch.cuda.get_device_properties()
     shared = gpu.shared_memory_per_block_optin // 1024  # type: ignore[attr-defined]
     if gpu.major < 8 or shared < LEAST_SHARED:
