@@ -16,7 +16,7 @@ def headmax(*arguments: str) -> subprocess.CompletedProcess:
 
 
 COMMANDS = [[], ["recipes"], ["demo"], ["bench"], ["bench", "kernels"], ["bench", "train"], ["bench", "tune"], ["plan"], ["train"]]
-COMMANDS += [["data", "prepare"], ["bench", "decode"], ["generate"]]
+COMMANDS += [["data", "prepare"], ["bench", "decode"], ["generate"], ["inspect"], ["reproduce", "theory"], ["reproduce", "figures"]]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -225,9 +225,11 @@
       this.values = values;
       return { low, high, even: 1 / heads };
     }
+    /** Blue above an even split, orange below; differences that are small beside it stay pale, however few larger ones there are. */
     shade(value, limits) {
-      const part = value >= limits.even ? (value - limits.even) / Math.max(limits.high - limits.even, 1e-3) : (limits.even - value) / Math.max(limits.even - limits.low, 1e-3);
-      return mix(this.tones.none, value >= limits.even ? this.tones.above : this.tones.below, Math.min(1, part));
+      const { low, high, even } = limits, more = value >= even;
+      const part = more ? (value - even) / Math.max(high - even, 0.2 * (1 - even), 1e-9) : (even - value) / Math.max(even - low, 0.5 * even);
+      return mix(this.tones.none, more ? this.tones.above : this.tones.below, Math.min(1, part));
     }
     drawMap(limits) {
       const { from, to, bins } = this.extent(), context = fit(this.field, bins, bins), image = context.createImageData(bins, bins);
@@ -414,6 +416,7 @@
 
   const main = $("panes");
   main.classList.toggle("two", panes.length === 2);
+  main.classList.toggle("short", COUNT <= 120);
   main.append(...panes.map(pane => pane.root));
   glance();
   $("previous").onclick = () => stepLayer(-1);
