@@ -193,8 +193,8 @@ class Scorer:
     def _texts(self, starts: Sequence[Text], requests: Sequence[Request]) -> Iterator[list[Score]]:
         """Greedy continuations, until a stop string, the end-of-text token or the request's most tokens."""
         order = sorted(range(len(requests)), key=lambda n: len(requests[n].context))
-        for group in split([0] * len(order), 1, self.engine_rows):
-            members = [order[n] for n in group]
+        for start in range(0, len(order), self.engine_rows):
+            members = order[start : start + self.engine_rows]
             made = self._engine(max(len(requests[n].context) + requests[n].max_new_tokens for n in members)).generate(
                 [
                     Text(
