@@ -16,7 +16,7 @@ def headmax(*arguments: str) -> subprocess.CompletedProcess:
 
 
 COMMANDS = [[], ["recipes"], ["demo"], ["bench"], ["bench", "kernels"], ["bench", "train"], ["bench", "tune"], ["plan"], ["train"]]
-COMMANDS += [["data", "prepare"], ["bench", "decode"], ["generate"]]
+COMMANDS += [["data", "prepare"], ["bench", "decode"], ["generate"], ["eval"], ["bench", "eval"], ["reproduce", "tables"]]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -21,6 +21,8 @@ from headmax.eval.scores import Score, ScoreFile, Source
 from headmax.recipes import get
 from tests.eval.conftest import FILES, make_model, rows
 
+pytest.importorskip("lm_eval")
+pytest.importorskip("wonderwords")
 SOURCE = Source("abc", "float32", "cpu", "v0", 10)
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
 
