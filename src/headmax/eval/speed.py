@@ -52,11 +52,6 @@ def compare(
         for name, times in seconds.items():
             apart = max(abs(a - b) for (a, _), (b, _) in zip(answers["headmax"], answers[name], strict=True))
             ratio = median(times) / median(seconds["headmax"])
-            extra = {
-                "requests": len(instances),
-                "rounds": rounds,
-                "headmax as fast": ratio,
-                "largest difference": apart,
-                "limit": settings.limit,
-            }
-            yield make(task, name, "seconds", median(times), "s", **extra)
+            extra = {"headmax as fast": ratio, "largest difference": apart, "requests": len(instances), "rounds": rounds}
+            about = {"limit": settings.limit, "mixer": model.config.mixer, "parameters": model.num_parameters()}
+            yield make(task, name, "seconds", median(times), "s", **extra, **about)
