@@ -17,6 +17,7 @@ def headmax(*arguments: str) -> subprocess.CompletedProcess:
 
 COMMANDS = [[], ["recipes"], ["demo"], ["bench"], ["bench", "kernels"], ["bench", "train"], ["bench", "tune"], ["plan"], ["train"]]
 COMMANDS += [["data", "prepare"], ["bench", "decode"], ["generate"], ["inspect"], ["reproduce", "theory"], ["reproduce", "figures"]]
+COMMANDS += [["eval"], ["bench", "eval"], ["reproduce", "tables"]]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

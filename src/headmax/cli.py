@@ -338,8 +338,9 @@ def bench_eval(
         settings = Settings(data_dir, limit)
         measured = list(compare(model, load_tokenizer(checkpoint), settings, tasks, batch_sizes, rounds, status.update))
     for record in measured:
-        ratio, apart = record.extra["headmax as fast"], record.extra["largest difference"]
-        line = f"{record.case:14} {record.impl:14} {record.value:9.3f} s   headmax is {ratio:.2f}x as fast, answers differ by {apart:.1e}"
+        ratio, apart, busy = (record.extra[key] for key in ("headmax as fast", "largest difference", "processor seconds"))
+        line = f"{record.case:14} {record.impl:14} {record.value:9.3f} s ({busy:.3f} s of processor)"
+        line += f"   headmax is {ratio:.2f}x as fast, answers differ by {apart:.1e}"
         console.print(line, highlight=False, soft_wrap=True)
     if out is not None:
         records.append(out, measured)

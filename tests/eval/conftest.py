@@ -12,9 +12,6 @@ from transformers import PreTrainedTokenizerFast
 
 from headmax import HeadGateConfig, HeadmaxConfig, HeadmaxForCausalLM
 
-pytest.importorskip("lm_eval")
-pytest.importorskip("wonderwords")
-
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from lm_eval.models.huggingface import HFLM
 from transformers import PreTrainedTokenizerFast
 
 from headmax import HeadGateConfig, HeadmaxConfig, HeadmaxForCausalLM
@@ -18,9 +17,9 @@ from headmax.eval.requests import Request
 from headmax.eval.run import Evaluation, Settings
 from headmax.eval.scores import Score
 from headmax.eval.scoring import Scorer
-from headmax.eval.speed import compare
 from tests.eval.conftest import MODELS, make_model
 
+HFLM = pytest.importorskip("lm_eval.models.huggingface").HFLM
 UNLIMITED = 100_000
 
 
@@ -158,6 +157,8 @@ def test_split_keeps_to_its_limits() -> None:
 @pytest.mark.slow
 def test_multiple_choice_is_twice_as_fast_as_the_harness(tokenizer: PreTrainedTokenizerFast, data_dir: Path) -> None:
     """In one run, on one thread, against the better of two batch sizes."""
+    from headmax.eval.speed import compare
+
     torch.manual_seed(0)
     model = HeadmaxForCausalLM(HeadmaxConfig(mixer="gla", hidden_size=256, num_hidden_layers=4, num_heads=4, head_gate=HeadGateConfig()))
     for task in ("hellaswag", "arc_easy"):

@@ -5,10 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from headmax.ops.packing import CHUNK
+
 Tokens = tuple[int, ...]
 
 SHARED = 32
 """Tokens that contexts must have in common, beside half of their length, to be read as one beginning and several endings."""
+
+FEW = 512
+"""Tokens below which a batch takes sequences of any length."""
+
+
+def slots(length: int) -> int:
+    """What a short sequence takes up in a packed row: every sequence of the row has the room of the longest, up to a chunk."""
+    return min(CHUNK, 1 << (length - 1).bit_length())
 
 
 @dataclass
@@ -58,7 +68,9 @@ def batches(contexts: Sequence[Tokens], tokens: int, rows: int) -> Iterator[Batc
         for context in members:
             known = prefix in batch.prefixes[-1:]
             cost = len(context) - known * len(prefix)
-            if batch.contexts and (batch.tokens + cost > tokens or len(batch.contexts) == rows or bool(prefix) != bool(batch.prefixes)):
+            full = batch.tokens + cost > tokens or len(batch.contexts) == rows
+            shorter = batch.tokens >= FEW and slots(len(context)) < slots(len(batch.contexts[0]))
+            if batch.contexts and (full or shorter or bool(prefix) != bool(batch.prefixes)):
                 yield batch
                 batch, known, cost = Batch(), False, len(context)
             if prefix and not known:
@@ -72,11 +84,12 @@ def batches(contexts: Sequence[Tokens], tokens: int, rows: int) -> Iterator[Batc
 
 
 def split(lengths: Sequence[int], tokens: int, rows: int, padded: bool = False) -> Iterator[range]:
-    """Neighbours to run together: at most `tokens`, padding to the first and longest of them included if `padded`, and `rows`."""
+    """Neighbours to run together, given the longest first: at most `tokens`, padding included if `padded`, and at most `rows`."""
     start, total = 0, 0
     for n, length in enumerate(lengths):
+        shorter = total >= FEW and slots(length) < slots(lengths[start])
         total = (n + 1 - start) * lengths[start] if padded else total + length
-        if n > start and (total > tokens or n - start == rows):
+        if n > start and (total > tokens or n - start == rows or (shorter and not padded)):
             yield range(start, n)
             start, total = n, length
     if lengths:

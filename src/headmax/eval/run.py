@@ -96,14 +96,14 @@ class Evaluation:
             yield
         except (ValueError, OSError) as error:
             self.failures.append(f"task {task}: {error}")
+        except Exception as error:  # from inside the harness, where one task's trouble must not cost the others
+            self.failures.append(f"task {task}: {type(error).__name__}: {' '.join(str(error).split())}")
 
     def _task(self, name: str) -> tuple[Any, str]:
         """(the harness's task, where its data are from)"""
         from headmax.eval import tasks
 
         if name not in self._built:
-            for noisy in ("lm_eval", "datasets", "evaluate"):
-                logging.getLogger(noisy).setLevel(logging.ERROR)
             with silence():
                 if name in names.NIAH:
                     number = min(NEEDLE_SAMPLES, self.settings.limit or NEEDLE_SAMPLES)
@@ -128,11 +128,12 @@ class Evaluation:
             made.extend(asked)
             return defaultdict(lambda: Score("", 0.0, 0, ""))
 
+        lm = self._lm(name, record)
         task, _ = self._task(name)
         with silence():
             task.build_all_requests(limit=self.settings.limit, rank=0, world_size=1)
             for kind in sorted({instance.request_type for instance in task.instances}):
-                getattr(self._lm(name, record), kind)([instance for instance in task.instances if instance.request_type == kind])
+                getattr(lm, kind)([instance for instance in task.instances if instance.request_type == kind])
         return made
 
     def instances(self, name: str) -> list[Any]:
@@ -173,7 +174,7 @@ class Evaluation:
         task = MQAR(names.MQAR[name], self.config.vocab_size)
         number = min(RECALL_SAMPLES, self.settings.limit or RECALL_SAMPLES)
         batch, n = task.held_out(self.settings.seed).batch(range(number)), task.num_pairs
-        rows = zip(batch.tokens[:, : 3 * n].tolist(), batch.labels[:, 2 * n + 1 :].tolist(), strict=True)
+        rows = zip(batch.input_ids[:, : 3 * n].tolist(), batch.labels[:, 2 * n + 1 :].tolist(), strict=True)
         return [Request("recall", tuple(tokens), tuple(answers)) for tokens, answers in rows], task
 
     def _recalled(self, name: str, scores: Mapping[str, Score]) -> list[Metric]:
@@ -219,6 +220,8 @@ def model_name(config: HeadmaxConfig, fallback: str) -> str:
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
     """Without the harness's progress bars and notes."""
+    for noisy in ("lm_eval", "datasets", "evaluate"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         yield
 

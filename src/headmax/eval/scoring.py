@@ -40,6 +40,7 @@ class Scorer:
             raise ValueError(f"batch_tokens must be at least 1, got {batch_tokens}")
         self.model, self.tokenizer, self.batch_tokens = model.eval(), tokenizer, batch_tokens
         self.forks = not any(model.model.uses_attention)
+        self.engine: Engine | None = None
         with torch.inference_mode():
             one = model(torch.zeros(1, 1, dtype=torch.int64, device=model.device), use_cache=True).past_key_values
         self.state_bytes: int = one.nbytes()
@@ -193,8 +194,8 @@ class Scorer:
     def _texts(self, starts: Sequence[Text], requests: Sequence[Request]) -> Iterator[list[Score]]:
         """Greedy continuations, until a stop string, the end-of-text token or the request's most tokens."""
         order = sorted(range(len(requests)), key=lambda n: len(requests[n].context))
-        for group in split([0] * len(order), 1, self.engine_rows):
-            members = [order[n] for n in group]
+        for start in range(0, len(order), self.engine_rows):
+            members = order[start : start + self.engine_rows]
             made = self._engine(max(len(requests[n].context) + requests[n].max_new_tokens for n in members)).generate(
                 [
                     Text(
@@ -222,23 +223,20 @@ class Scorer:
 
     @property
     def end_tokens(self) -> list[int]:
-        """That end a text: the tokenizer's, as the harness has it, or the model's own."""
-        ends = self.model.config.eos_token_id if self.tokenizer is None else self.tokenizer.eos_token_id
-        ends = [] if ends is None else [ends] if isinstance(ends, int) else ends
-        return [token for token in ends if token < self.model.config.vocab_size]
+        """That end a text, as the harness has it: the tokenizer's and the model's own."""
+        own = self.model.config.eos_token_id
+        ends = {None if self.tokenizer is None else self.tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])}
+        return sorted(token for token in ends if token is not None and token < self.model.config.vocab_size)
 
     def _engine(self, length: int) -> Engine:
         """One for all texts of a recurrent model; attention needs memory for the longest text of each batch."""
         if self.tokenizer is None:
             raise ValueError("texts are generated with a tokenizer: put one beside the model or name it with --tokenizer")
-        if not self.forks:
-            return Engine(self.model, max_batch=self.engine_rows, max_length=length, tokenizer=self.tokenizer)
-        return self._recurrent_engine
-
-    @functools.cached_property
-    def _recurrent_engine(self) -> Engine:
-        dtype = torch.promote_types(self.model.dtype, torch.float32)
-        return Engine(self.model, max_batch=self.engine_rows, state_dtype=dtype, tokenizer=self.tokenizer)
+        if self.engine is None or not self.forks:
+            dtype = torch.promote_types(self.model.dtype, torch.float32)
+            limit = None if self.forks else length
+            self.engine = Engine(self.model, max_batch=self.engine_rows, state_dtype=dtype, max_length=limit, tokenizer=self.tokenizer)
+        return self.engine
 
 
 def _inputs(request: Request) -> tuple[int, ...]:

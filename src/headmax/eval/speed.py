@@ -41,22 +41,20 @@ def compare(
         if instances[0].request_type != "loglikelihood":
             raise ValueError(f"task {task} asks for {instances[0].request_type}; only log-likelihoods are compared")
         seconds: dict[str, list[float]] = {name: [] for name in lms}
+        processor: dict[str, list[float]] = {name: [] for name in lms}
         answers = {}
         for turn in range(rounds):
             for name, lm in lms.items():
                 say(f"{task}, round {turn + 1} of {rounds}: {name}")
-                start = time.perf_counter()
+                start, before = time.perf_counter(), time.process_time()
                 with silence():
                     answers[name] = lm.loglikelihood(instances)
                 seconds[name].append(time.perf_counter() - start)
+                processor[name].append(time.process_time() - before)
         for name, times in seconds.items():
             apart = max(abs(a - b) for (a, _), (b, _) in zip(answers["headmax"], answers[name], strict=True))
             ratio = median(times) / median(seconds["headmax"])
-            extra = {
-                "requests": len(instances),
-                "rounds": rounds,
-                "headmax as fast": ratio,
-                "largest difference": apart,
-                "limit": settings.limit,
-            }
+            extra: dict[str, Any] = {"headmax as fast": ratio, "largest difference": apart, "requests": len(instances), "rounds": rounds}
+            extra["processor seconds"] = median(processor[name])  # what other processes take does not count here
+            extra |= {"limit": settings.limit, "mixer": model.config.mixer, "parameters": model.num_parameters()}
             yield make(task, name, "seconds", median(times), "s", **extra)
