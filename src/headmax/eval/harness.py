@@ -108,7 +108,7 @@ class HeadmaxLM(TokenLM):
         device: str | None = None,
         dtype: str | None = None,
         max_length: int | None = None,
-        batch_tokens: int = 16_384,
+        batch_tokens: int | None = None,
         batch_size: int | str | None = None,
         max_batch_size: int | None = None,
     ) -> None:
@@ -119,7 +119,7 @@ class HeadmaxLM(TokenLM):
             device: cpu or cuda; cuda where there is one.
             dtype: of the weights; bfloat16 on a GPU, float32 on a CPU unless given.
             max_length: most tokens the model reads at a time; no limit unless given.
-            batch_tokens: most tokens in one forward pass.
+            batch_tokens: most tokens in one forward pass; 65,536 on a GPU and 16,384 on a CPU unless given.
             batch_size: not used, nor is max_batch_size: the harness passes them, and sequences are packed by their tokens.
         """
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")

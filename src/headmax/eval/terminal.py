@@ -50,7 +50,7 @@ def make_requests(evaluation: Evaluation, tasks: Sequence[str], place: Place) ->
             console.print(f"{task}: {cut['requests']:,} of {len(asked):,} requests were cut, by {cut['tokens']:,} tokens in all")
 
 
-def make_scores(place: Place, device: str | None, dtype: str | None, batch_tokens: int) -> None:
+def make_scores(place: Place, device: str | None, dtype: str | None, batch_tokens: int | None) -> None:
     """Stage 2: scores.jsonl."""
     columns = (TextColumn("{task.description:20}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
@@ -92,7 +92,7 @@ def run(
     out: Path | None,
     device: str | None,
     dtype: str | None,
-    batch_tokens: int,
+    batch_tokens: int | None,
 ) -> list[str]:
     """Runs a stage or all of them; one line for each task that could not be done."""
     config = place.config
