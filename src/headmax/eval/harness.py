@@ -56,6 +56,8 @@ class TokenLM(TemplateLM):
         return self.tokenizer.encode(string, **({} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}))
 
     def _request(self, context: Sequence[int], targets: Sequence[int]) -> Request:
+        if not targets:
+            raise ValueError("a continuation has no tokens of its own after its context")
         kept = len(context) if self.max_length is None else self.max_length + 1 - len(targets)
         if kept < 1:
             raise ValueError(f"max_length {self.max_length} is too short for a continuation of {len(targets)} tokens")
