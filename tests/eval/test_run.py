@@ -25,6 +25,7 @@ from headmax.eval.terminal import Place, run
 from headmax.recipes import get
 from tests.eval.conftest import FILES, make_model, rows
 
+datasets = pytest.importorskip("datasets")
 pytest.importorskip("lm_eval")
 pytest.importorskip("wonderwords")
 SOURCE = Source("abc", "float32", "cpu", "v0", 10)
@@ -163,6 +164,36 @@ def test_without_a_network_the_hub_is_one_clear_line(checkpoint: Path, tmp_path:
     assert (tmp_path / "records.jsonl").read_text().count("\n") == 1
 
 
+def hub_row(task: str, row: dict[str, Any]) -> dict[str, Any]:
+    """A row of the task's file as the hub has it."""
+    if task == "hellaswag":
+        label, _, context = row["query"].partition(": ")
+        whole, _, fragment = context.rpartition(". ")
+        return {"activity_label": label, "ctx_a": f"{whole}.", "ctx_b": fragment, "endings": row["choices"], "label": str(row["gold"])}
+    if task.startswith("arc"):
+        names = [str(n + 1) for n in range(len(row["choices"]))]
+        return {"question": row["question"], "choices": {"text": row["choices"], "label": names}, "answerKey": names[row["gold"]]}
+    return row
+
+
+def test_the_hub_s_rows_ask_the_same(tokenizer: PreTrainedTokenizerFast, data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_model("gla").config
+    tasks = [task for task in FILES if task != "squad_subset"]
+    here = Evaluation(config, tokenizer, Settings(data_dir, limit=3))
+    there = Evaluation(config, tokenizer, Settings(None, limit=3))
+    for task in tasks:
+        lines = [json.loads(line) for line in (data_dir / FILES[task]).read_text().splitlines()]
+        data = datasets.Dataset.from_list([hub_row(task, line) for line in lines])
+        whole = datasets.DatasetDict(dict.fromkeys(("train", "validation", "test"), data))
+        monkeypatch.setattr(datasets, "load_dataset", lambda *_, whole=whole, **__: whole)
+        asked = there.requests([task], lambda _: None)
+        assert not there.failures
+        assert asked == here.requests([task], lambda _: None)
+        scores = {request.id: Score(request.id, -1.0 / (1 + n), 0, "text") for n, request in enumerate(asked[task])}
+        assert there.metrics([task], scores, lambda _: None) == here.metrics([task], scores, lambda _: None)
+    assert not here.failures
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -265,6 +296,6 @@ metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
     theirs = json.loads(file.read_text())["results"]["local_piqa"]
     evaluation = Evaluation(make_model("gla").config, tokenizer, Settings(data_dir))
     asked = evaluation.requests(["piqa"], lambda _: None)["piqa"]
-    scores = {score.id: score for batch in Scorer(make_model("gla"))(asked) for score in batch}
+    scores = Scorer(make_model("gla")).answers(asked)
     ours = evaluation.metrics(["piqa"], scores, lambda _: None)["piqa"][0]
     assert (ours.name, ours.value, ours.stderr) == ("acc", theirs["acc,none"], theirs["acc_stderr,none"])

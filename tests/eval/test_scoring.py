@@ -24,7 +24,7 @@ UNLIMITED = 100_000
 
 
 def answer(model: HeadmaxForCausalLM, asked: list[Request], tokenizer: Any = None, batch_tokens: int = 16_384) -> dict[str, Score]:
-    return {score.id: score for scores in Scorer(model, tokenizer, batch_tokens)(asked) for score in scores}
+    return Scorer(model, tokenizer, batch_tokens).answers(asked)
 
 
 def ask(task: str, tokenizer: Any, model: HeadmaxForCausalLM, settings: Settings) -> tuple[list[Request], list[Any]]:

@@ -127,6 +127,5 @@ class HeadmaxLM(TokenLM):
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         model = load(Path(pretrained), device, getattr(torch, dtype) if dtype else None)
         words = load_tokenizer(Path(tokenizer or pretrained))
-        scorer = Scorer(model, words, batch_tokens)
-        super().__init__(words, lambda asked: {s.id: s for scores in scorer(asked) for s in scores}, max_length)
+        super().__init__(words, Scorer(model, words, batch_tokens).answers, max_length)
         self._device = model.device

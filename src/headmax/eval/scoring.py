@@ -90,6 +90,10 @@ class Scorer:
             yield from self._texts([Text(list(request.context)) for request in texts], texts)
         yield from self._forked(forked)
 
+    def answers(self, requests: Iterable[Request]) -> dict[str, Score]:
+        """All at once, by the requests' ids."""
+        return {score.id: score for scores in self(requests) for score in scores}
+
     def _alone(self, requests: list[Request]) -> Iterator[list[Score]]:
         """Whole sequences, each with one request."""
         rows = sorted(((_inputs(request), request) for request in requests), key=lambda row: -len(row[0]))
