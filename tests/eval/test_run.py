@@ -156,11 +156,18 @@ def test_broken_tasks_are_named_and_the_others_saved(headmax: Any, checkpoint: P
     assert {record.case for record in records.read(out)} == {"mqar_4", "swde"}
 
 
-def test_without_a_network_the_hub_is_one_clear_line(checkpoint: Path, tmp_path: Path) -> None:
-    done = process("-m", "headmax", "eval", checkpoint, "--tasks", "piqa,mqar_4", "--work", tmp_path, "--limit", 2, "--device", "cpu")
-    assert done.returncode == 2
-    assert "headmax: task piqa: not to be had from the hub" in done.stderr
-    assert "give its files with --data-dir" in done.stderr
+def test_without_a_network_the_hub_is_one_clear_line(
+    headmax: Any, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(*_: object, **__: object) -> None:
+        raise ConnectionError("no route\nto the hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    code, _, errors = headmax("eval", checkpoint, "--tasks", "piqa,niah_single_2_1k,mqar_4", "--work", tmp_path, "--limit", 2)
+    assert code == 2
+    piqa, needles = (line for line in errors.splitlines() if line.startswith("headmax: "))
+    assert piqa.startswith("headmax: task piqa: not to be had from the hub (ConnectionError: no route to the hub); give its files with")
+    assert needles.startswith("headmax: task niah_single_2_1k: haystack baber/paul_graham_essays is not to be had from the hub")
     assert (tmp_path / "records.jsonl").read_text().count("\n") == 1
 
 
