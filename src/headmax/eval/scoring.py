@@ -74,20 +74,18 @@ class Scorer:
         texts: list[Request] = []
         forked: dict[tuple[int, ...], list[Request]] = {}
         for context, asked in by_context.items():
+            shared = self.forks and len(asked) > 1 and len(context) >= SHORT
             for request in asked:
                 if (largest := max(chain(context, request.targets))) >= known:
                     raise ValueError(f"token {largest} is not in the model's vocabulary of {known}: the requests are of another tokenizer")
                 if request.kind == "generate" and not self.forks:
                     texts.append(request)
-                elif request.kind == "generate" or (
-                    self.forks and request.kind == "loglikelihood" and len(asked) > 1 and len(context) >= SHORT
-                ):
+                elif request.kind == "generate" or (shared and request.kind == "loglikelihood"):
                     forked.setdefault(context, []).append(request)
                 else:
                     alone.append(request)
         yield from self._alone(alone)
-        if texts:
-            yield from self._texts([Text(list(request.context)) for request in texts], texts)
+        yield from self._texts([(request, None) for request in texts])
         yield from self._forked(forked)
 
     def answers(self, requests: Iterable[Request]) -> dict[str, Score]:
@@ -133,24 +131,18 @@ class Scorer:
         return torch.cat(logprobs), torch.cat(hits)
 
     def _forked(self, by_context: dict[tuple[int, ...], list[Request]]) -> Iterator[list[Score]]:
-        """Contexts with several requests: read, then continued by each of them from the state."""
-        waiting: list[tuple[Text, Request]] = []
+        """Contexts that are read, and continued by each of their requests from the state."""
+        waiting: list[tuple[Request, PrefixState | None]] = []
         for batch in batches(list(by_context), self.limits):
             last, cache = self._read(batch)
-            scored = [(n, r) for n, context in enumerate(batch.contexts) for r in by_context[context] if r.kind == "loglikelihood"]
-            if scored:
+            asked = [(n, request) for n, context in enumerate(batch.contexts) for request in by_context[context]]
+            if scored := [(n, request) for n, request in asked if request.kind == "loglikelihood"]:
                 yield self._continuations(last, cache, scored)
-            waiting += [
-                (Text(prefix=self._prefix(context, n, last, cache)), request)
-                for n, context in enumerate(batch.contexts)
-                for request in by_context[context]
-                if request.kind == "generate"
-            ]
+            waiting += [(request, self._prefix(n, request.context, last, cache)) for n, request in asked if request.kind == "generate"]
             if len(waiting) >= self.limits.rows:
-                yield from self._texts(*map(list, zip(*waiting, strict=True)))
+                yield from self._texts(waiting)
                 waiting = []
-        if waiting:
-            yield from self._texts(*map(list, zip(*waiting, strict=True)))
+        yield from self._texts(waiting)
 
     def _read(self, batch: Batch) -> tuple[Tensor, HeadmaxCache]:
         """The last hidden state [contexts, hidden] and the states after each context."""
@@ -200,32 +192,26 @@ class Scorer:
             )
         return torch.cat(logprobs), torch.cat(hits)
 
-    def _prefix(self, context: tuple[int, ...], row: int, last: Tensor, cache: HeadmaxCache) -> PrefixState:
+    def _prefix(self, row: int, context: tuple[int, ...], last: Tensor, cache: HeadmaxCache) -> PrefixState:
         states = []
         for layer in cache.layers:
             assert isinstance(layer.state, RecurrentState)
             states.append(RecurrentState(layer.state.recurrent[row : row + 1].clone(), tuple(x[row : row + 1] for x in layer.state.conv)))
         return PrefixState(torch.tensor(context), tuple(states), self.model.lm_head(last[row]).float(), self.fingerprint)
 
-    def _texts(self, starts: Sequence[Text], requests: Sequence[Request]) -> Iterator[list[Score]]:
-        """Greedy continuations, until a stop string, the end-of-text token or the request's most tokens."""
-        order = sorted(range(len(requests)), key=lambda n: len(requests[n].context))
-        for start in range(0, len(order), self.engine_rows):
-            members = order[start : start + self.engine_rows]
-            made = self._engine(max(len(requests[n].context) + requests[n].max_new_tokens for n in members)).generate(
-                [
-                    Text(
-                        starts[n].prompt,
-                        starts[n].prefix,
-                        requests[n].max_new_tokens,
-                        GREEDY,
-                        stop_tokens=self.end_tokens,
-                        stop_strings=requests[n].until,
-                    )
-                    for n in members
-                ]
-            )
-            yield [self._text(requests[n], completion.tokens) for n, completion in zip(members, made, strict=True)]
+    def _texts(self, asked: Sequence[tuple[Request, PrefixState | None]]) -> Iterator[list[Score]]:
+        """Greedy continuations, until a stop string, the end-of-text token or the request's most tokens; contexts may be read already."""
+        rows = self.limits.rows if self.forks else 16
+        order = sorted(asked, key=lambda row: len(row[0].context))
+        for start in range(0, len(order), rows):
+            members = order[start : start + rows]
+            texts = [
+                Text(request.context if prefix is None else (), prefix, request.max_new_tokens, GREEDY, self.end_tokens, request.until)
+                for request, prefix in members
+            ]
+            longest = max(len(request.context) + request.max_new_tokens for request, _ in members)
+            made = self._engine(rows, longest).generate(texts)
+            yield [self._text(request, completion.tokens) for (request, _), completion in zip(members, made, strict=True)]
 
     def _text(self, request: Request, tokens: list[int]) -> Score:
         """Decoded at once, not as it came: where bytes are no text the two differ."""
@@ -234,24 +220,20 @@ class Scorer:
         return Score(request.id, text=min((text.partition(stop)[0] for stop in request.until), key=len, default=text), tokens=tokens)
 
     @property
-    def engine_rows(self) -> int:
-        return self.limits.rows if self.forks else 16
-
-    @property
     def end_tokens(self) -> list[int]:
         """That end a text, as the harness has it: the tokenizer's and the model's own."""
         own = self.model.config.eos_token_id
         ends = {None if self.tokenizer is None else self.tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])}
         return sorted(token for token in ends if token is not None and token < self.model.config.vocab_size)
 
-    def _engine(self, length: int) -> Engine:
+    def _engine(self, rows: int, length: int) -> Engine:
         """One for all texts of a recurrent model; attention needs memory for the longest text of each batch."""
         if self.tokenizer is None:
             raise ValueError("texts are generated with a tokenizer: put one beside the model or name it with --tokenizer")
         if self.engine is None or not self.forks:
             dtype = torch.promote_types(self.model.dtype, torch.float32)
             limit = None if self.forks else length
-            self.engine = Engine(self.model, max_batch=self.engine_rows, state_dtype=dtype, max_length=limit, tokenizer=self.tokenizer)
+            self.engine = Engine(self.model, max_batch=rows, state_dtype=dtype, max_length=limit, tokenizer=self.tokenizer)
         return self.engine
 
 
