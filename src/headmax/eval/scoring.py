@@ -52,7 +52,7 @@ class Scorer:
         gpu = model.device.type == "cuda"
         memory = torch.cuda.mem_get_info(model.device)[0] // 8 if gpu else STATE_BYTES
         tokens = batch_tokens or (65_536 if gpu else 16_384)
-        self.limits = Limits(tokens, max(1, min(MAX_ROWS, memory // self.state_bytes)), mixed=tokens if gpu else 512)
+        self.limits = Limits(tokens, max(1, min(MAX_ROWS, memory // self.state_bytes)), mixed=tokens if gpu else 128)
 
     @functools.cached_property
     def fingerprint(self) -> str:
