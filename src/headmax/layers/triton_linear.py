@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headmax.layers.triton_launch import after_the_last, early
 from headmax.ops.triton_common import dot_precision
 from headmax.ops.triton_tiles import processors
 
@@ -105,7 +106,7 @@ def finish(y, residual, taps, past, out, row, column, inside, N: tl.constexpr, C
 def linear_row_kernel(
     x, norm, swish, read, weight, residual, taps, past, out, x_stride, swish_stride, eps,
     N: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
-    PAIR: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr, BC: tl.constexpr,
+    PAIR: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr, BC: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """BN outputs of one row from BN rows of the matrix [N, K] seen as [N, GROUPS, K / GROUPS]; as a pair, silu(first half) * second."""
     row, n = tl.program_id(1), tl.program_id(0) * BN + tl.arange(0, BN)
@@ -117,6 +118,7 @@ def linear_row_kernel(
     first = tl.load(weight + at, mask=whole, other=0.0)  # asked for before anything else: it comes from farthest
     if PAIR:
         second = tl.load(weight + N * K + at, mask=whole, other=0.0)
+    after_the_last(EARLY)
     value, made = entries(x, norm, swish, read, row, column, channel, inside, x_stride, swish_stride, K, HEADS)
     if norm is not None:
         made *= tl.rsqrt(tl.sum(value * value, 1) / SIZE + eps)[:, None]
@@ -130,13 +132,14 @@ def linear_row_kernel(
 def linear_rows_kernel(
     x, norm, swish, read, weight, residual, taps, past, out, x_stride, swish_stride, eps, rows,
     N: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
-    PAIR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    PAIR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The same for up to BM rows at once, on matrix units: block by block along the width, a group at a time where there are several."""
     row, n = tl.arange(0, BM)[:, None], tl.program_id(0) * BN + tl.arange(0, BN)[None, :]
     STEP: tl.constexpr = BK if GROUPS == 1 else K // GROUPS
     y, other = tl.zeros([BM, BN], tl.float32), tl.zeros([BM, BN], tl.float32)
     squares = tl.zeros([BM], tl.float32)
+    after_the_last(EARLY)
     for start in range(0, K, STEP):
         within = tl.arange(0, BK)
         inside = (within < STEP) & (start + within < K)
@@ -219,7 +222,7 @@ def linear(
     outputs = weight.shape[0] // (2 if pair else 1)
     out = source.x.new_empty(rows, outputs, dtype=dtype)
     arguments = source.arguments() | {"weight": weight, "residual": residual, "taps": None, "past": None, "out": out}
-    arguments |= {"N": outputs, "C": 0, "W": 0, "PAIR": pair}
+    arguments |= {"N": outputs, "C": 0, "W": 0, "PAIR": pair} | early(weight.device)
     if convolution is not None:
         taps, past = convolution.taps, convolution.past
         arguments |= {"taps": taps, "past": past, "C": taps.shape[0], "W": taps.shape[1]}
@@ -245,7 +248,7 @@ def _by_library(
     bare = source.norm is source.swish is source.read is None and source.x.dtype == weight.dtype
     made = source.x if bare else prepare(source, weight.dtype)
     if residual is not None:
-        return torch.addmm(residual, made, weight.T)
+        return residual.addmm_(made, weight.T)  # in place: nobody reads it again
     widen = dtype != weight.dtype and made.is_cuda  # the matrix units sum in float32 anyway, and need not round it
     out = torch.mm(made, weight.T, out_dtype=dtype) if widen else torch.mm(made, weight.T).to(dtype)
     if pair:
