@@ -1,7 +1,7 @@
 """Kernels that start before the one ahead of them has ended: while it finishes, they load what it does not write.
 
-Every kernel of a decoding step is short, so its start and its first loads would be a good part of it. Hopper and later have
-"programmatic dependent launch" for this.
+The kernels that decode a single sequence are so short that their start and their first loads would be a good part of them. Hopper and
+later have "programmatic dependent launch" for this.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ def mixer_step(
         BV=width,
         BH=triton.next_power_of_2(heads),
         num_warps=warps,
-        **early(state.device),
+        **(early(state.device) if rows == 1 else {"EARLY": False}),
         **starts,
         **arguments,
     )
