@@ -144,12 +144,12 @@ def mixer_step_kernel(
     tl.store(out + (sequence * H + head) * V + column, o, mask=column < V)
 
 
-def tiles(states: int, key: int, value: int, device: torch.device) -> tuple[int, int]:
+def tiles(states: int, value: int, device: torch.device) -> tuple[int, int]:
     """Value channels of a program, and its warps: as many channels as leave every processor two programs."""
     width = min(64, max(16, triton.next_power_of_2(value)))
     while width > 16 and states * triton.cdiv(value, width) < 2 * processors(device):
         width //= 2
-    return width, 4 if key <= 128 else 8
+    return width, 1 if width == 16 else 4
 
 
 def mixer_step(
@@ -162,7 +162,7 @@ def mixer_step(
     rows, heads, key, value = state.shape
     out = projected.new_empty(rows, heads * value, dtype=torch.float32)
     read = out.new_empty(rows, heads) if arguments["READ"] == "after_norm" else None
-    width, warps = tiles(rows * heads, key, value, state.device)
+    width, warps = tiles(rows * heads, value, state.device)
     mixer_step_kernel[(triton.cdiv(value, width), heads, rows)](
         projected,
         state,

@@ -74,7 +74,7 @@ def prepare_kernel(
                 log_decay, first, count, head, k_start, H, K, C, BK, EXACT, PRECISION
             )
             if EXACT:
-                sums += exact_scores(gated_q, gated_k, step, count, C, BK)
+                sums += exact_scores(gated_q, gated_k, step, C, t_q.dtype, PRECISION)
             gated_q *= reads
             gated_k *= writes
             if not EXACT:
@@ -273,8 +273,8 @@ def query_key_gradients_kernel(
         if EXACT:
             step, reads, writes, whole, half = channel_decays(log_decay, first, count, head, k_start, H, K, C, BK, EXACT, PRECISION)
             gated_q, gated_k = t_q.to(tl.float32) * read, t_k.to(tl.float32) * write
-            more_q, more_k = exact_score_gradients(scores, gated_q, gated_k, step, count, C, BK)
-            each = g_q * as_read.to(tl.float32) - g_k * as_written.to(tl.float32) + more_q * gated_q - more_k * gated_k
+            more_q, more_k, each = exact_score_gradients(scores, gated_q, gated_k, step, C, t_q.dtype, PRECISION)
+            each += g_q * as_read.to(tl.float32) - g_k * as_written.to(tl.float32)
             leaves += kept * tl.exp(whole)
         else:  # in `each` the scores' share nearly cancels, which needs the very same rounded factors in both its terms
             rounded = scores.to(as_read.dtype)
