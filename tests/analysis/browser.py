@@ -79,7 +79,7 @@ class Browser:
 
     def open(self, path: Path) -> None:
         """Returns when the report says that it is ready."""
-        self.call("Page.navigate", url=path.as_uri())
+        self.call("Page.navigate", url=path.resolve().as_uri())
         deadline = time.monotonic() + 60
         while self("document.documentElement?.dataset.ready ?? null") is None:
             assert time.monotonic() < deadline, "the page did not get ready"

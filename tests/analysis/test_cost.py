@@ -35,7 +35,7 @@ def rewritten(function: Callable, changes: dict[str, str]) -> Callable:
     return made[function.__name__]
 
 
-PAIRS = 1000
+PAIRS = 400
 COLLECTING = {"        if return_gates:\n            gates.append(gate)\n": "", "gates=tuple(gates) if return_gates else None,": ""}
 BARE = {
     HeadmaxModel: rewritten(HeadmaxModel.forward, COLLECTING),
@@ -124,27 +124,36 @@ def test_gates_go_as_soon_as_they_are_used(model: HeadmaxForCausalLM, ids: Tenso
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [1, 64])
 def test_no_slowdown_is_measurable(model: HeadmaxForCausalLM, length: int) -> None:
-    """In turns, by the thread's own clock, the best of three calls; a second copy of the model shows what no difference looks like."""
+    """One model with three sets of methods in turns: its own, the bare ones, and its own again, to show what no difference looks like."""
     tokens, times = torch.zeros(1, length, dtype=torch.int64), []
-    models = [copy.deepcopy(model), bare(model), copy.deepcopy(model)]
+    own = {owner: rewritten(owner.forward, {}) for owner in BARE}
+    turned = [(module, owner) for module in model.modules() for owner in BARE if isinstance(module, owner)]
 
-    def seconds(model: HeadmaxForCausalLM) -> float:
-        begin = time.thread_time()
-        model(tokens, use_cache=False)
-        return time.thread_time() - begin
+    def seconds(methods: dict[type, Callable]) -> float:
+        """By the thread's own clock, the best of five calls."""
+        for module, owner in turned:
+            module.forward = MethodType(methods[owner], module)
+        taken = []
+        for _ in range(5):
+            begin = time.thread_time()
+            model(tokens, use_cache=False)
+            taken.append(time.thread_time() - begin)
+        return min(taken)
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with torch.no_grad():
         for n in range(PAIRS + 10):
             turn = [(n + m) % 3 for m in range(3)][:: 1 if n % 2 else -1]
-            taken = {m: min(seconds(models[m]) for _ in range(3)) for m in turn}
+            taken = {m: seconds((own, BARE, own)[m]) for m in turn}
             times.append([taken[m] for m in range(3)])
     torch.set_num_threads(threads)
+    for module, _ in turned:
+        del module.forward
     off, without, again = torch.tensor(times[10:]).T
     middle, spread = PAIRS // 2, round(0.98 * math.sqrt(PAIRS))
     for name, ratios in (("with over without", off / without), ("with over with", off / again)):
         low, median, high = ratios.sort().values[[middle - spread, middle, middle + spread]].tolist()  # the median's interval, by rank
         print(f"{length} tokens, {name}: {median:.4f}, 95% interval {low:.4f} to {high:.4f}")
         assert low < 1.005, "slower, by more than the measurement allows for"
-        assert high - low < 0.02, "too noisy to tell"
+        assert high - low < 0.05, "too noisy to tell"
