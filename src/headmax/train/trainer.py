@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from headmax import durable
 from headmax.data.source import Batch, Source
 from headmax.models import HeadmaxConfig, HeadmaxForCausalLM
 from headmax.train import checkpoint
 from headmax.train.checkpoint import Checkpoints
 from headmax.train.config import TrainConfig, decisive, flatten
-from headmax.train.durable import write_text
 from headmax.train.evaluate import balance, evaluate
 from headmax.train.faults import Interrupted, StopSignals, TrainingError, diagnose
 from headmax.train.feed import Feed, predicted, to
@@ -133,7 +133,7 @@ class Trainer:
         self.log = Log(out, config.log, self.step) if world.main else None
         if world.main:
             config_json = {"model": model.to_dict(), "train": asdict(config), "data": source.identity}
-            write_text(out / "config.json", json.dumps(config_json, indent=2) + "\n")
+            durable.write(out / "config.json", json.dumps(config_json, indent=2) + "\n")
 
     def run(self) -> HeadmaxForCausalLM:
         pending: Pending | None = None
