@@ -55,24 +55,30 @@ def running_sum(x, C: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constex
 
 
 @triton.jit
+def chunk_steps(log_decay, first, count, head, k_start, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr):
+    """The log-decays of a chunk [C, BK]."""
+    rows, columns = tl.arange(0, C), k_start + tl.arange(0, BK)
+    inside = (rows[:, None] < count) & (columns[None, :] < K)
+    return tl.load(log_decay + ((first + rows[:, None]) * H + head) * K + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def channel_decays(
     log_decay, first, count, head, k_start, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, EXACT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The steps of a chunk [C, BK]; what its tokens read and write through [C, BK]; log-decay of the chunk and its `half` [BK]."""
-    rows, columns = tl.arange(0, C), k_start + tl.arange(0, BK)
-    pointers = log_decay + ((first + rows[:, None]) * H + head) * K + columns[None, :]
-    inside = (rows[:, None] < count) & (columns[None, :] < K)
-    step = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+    rows = tl.arange(0, C)
+    step = chunk_steps(log_decay, first, count, head, k_start, H, K, C, BK)
     whole = tl.sum(step, 0)
     if EXACT:  # the sum of what comes after a token is no difference of two large sums
-        later = tl.load(pointers + H * K, mask=inside & (rows[:, None] + 1 < count), other=0.0).to(tl.float32)
         half = tl.zeros([BK], tl.float32)
-        reads, writes = tl.exp(tl.cumsum(step, 0)), tl.exp(tl.cumsum(later, 0, reverse=True))
+        reads = tl.exp(sum_where(rows[:, None] >= rows[None, :], step, PRECISION))
+        writes = tl.exp(sum_where(rows[:, None] < rows[None, :], step, PRECISION))
     else:
         half = 0.5 * whole
         offset = running_sum(step, C, False, PRECISION) - half[None, :]
-        reads, writes = tl.exp(tl.minimum(offset, 40.0)), tl.exp(tl.minimum(-offset, 40.0))
+        reads, writes = tl.exp(offset), tl.exp(-offset)
     return step, reads, writes, whole, half
 
 
