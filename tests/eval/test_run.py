@@ -14,47 +14,43 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from headmax import records
-from headmax.cli import main
 from headmax.eval import requests
 from headmax.eval.names import COMMONSENSE, MQAR, NIAH, expand
 from headmax.eval.requests import Request
 from headmax.eval.run import Evaluation, Settings, model_name
+from headmax.eval.score import score
 from headmax.eval.scores import Score, ScoreFile, Source
 from headmax.eval.scoring import Scorer
 from headmax.eval.terminal import Place, run
 from headmax.recipes import get
 from tests.eval.conftest import FILES, make_model, rows
 
+datasets = pytest.importorskip("datasets")
 pytest.importorskip("lm_eval")
 pytest.importorskip("wonderwords")
 SOURCE = Source("abc", "float32", "cpu", "v0", 10)
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
 
 
-def headmax(*arguments: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "headmax", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)
+def process(*command: object, **environment: str) -> subprocess.CompletedProcess:
+    command = (sys.executable, *map(str, command))
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT | environment)
 
 
-def without(modules: list[str], module: str, *arguments: object) -> subprocess.CompletedProcess:
-    """Runs a module where others cannot be imported."""
-    blocked = f"import sys, runpy; sys.modules.update(dict.fromkeys({modules!r})); sys.argv = ['x', *{[str(a) for a in arguments]!r}];"
-    code = blocked + f"runpy.run_module({module!r}, run_name='__main__')"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=ENVIRONMENT)
-
-
-def test_stages_run_apart_and_give_what_they_give_together(checkpoint: Path, data_dir: Path, tmp_path: Path) -> None:
+def test_stages_run_apart_and_give_what_they_give_together(headmax: Any, checkpoint: Path, data_dir: Path, tmp_path: Path) -> None:
     """The middle one with neither the harness nor the command line's packages."""
     asked = ["--tasks", "commonsense,squad_completion,niah_single_1_1k,mqar_8", "--data-dir", data_dir, "--limit", 4]
-    together = headmax("eval", checkpoint, *asked, "--work", tmp_path / "a", "--out", tmp_path / "a.jsonl", "--device", "cpu")
-    assert together.returncode == 0, together.stderr
-    apart = [checkpoint, *asked, "--work", tmp_path / "b", "--out", tmp_path / "b.jsonl"]
-    assert headmax("eval", *apart, "--stage", "requests").returncode == 0
-    extras = ["lm_eval", "datasets", "evaluate", "wonderwords", "rich", "tyro"]
-    done = without(extras, "headmax.eval.score", checkpoint, tmp_path / "b", "--device", "cpu", "--batch-tokens", 300)
+    code, _, errors = headmax("eval", checkpoint, *asked, "--work", tmp_path / "a", "--out", tmp_path / "a.jsonl", "--device", "cpu")
+    assert code == 0, errors
+    apart = ["eval", checkpoint, *asked, "--work", tmp_path / "b", "--out", tmp_path / "b.jsonl", "--stage"]
+    assert headmax(*apart, "requests")[0] == 0
+    extras = dict.fromkeys(["lm_eval", "datasets", "evaluate", "wonderwords", "rich", "tyro"])
+    arguments = ["x", str(checkpoint), str(tmp_path / "b"), "--device", "cpu", "--batch-tokens", "300"]
+    run_score = "runpy.run_module('headmax.eval.score', run_name='__main__')"
+    done = process("-c", f"import sys, runpy; sys.modules.update({extras}); sys.argv = {arguments}; {run_score}")
     assert done.returncode == 0, done.stderr
-    done = headmax("eval", *apart, "--stage", "metrics")
-    assert done.returncode == 0, done.stderr
+    code, output, errors = headmax(*apart, "metrics")
+    assert code == 0, errors
     one, two = (list(records.read(tmp_path / f"{name}.jsonl")) for name in "ab")
     assert {record.case for record in one} == {*COMMONSENSE, "squad_completion", "niah_single_1_1k", "mqar_8"}
     for a, b in zip(one, two, strict=True):
@@ -62,7 +58,7 @@ def test_stages_run_apart_and_give_what_they_give_together(checkpoint: Path, dat
         assert a.value == pytest.approx(b.value, rel=1e-4)
         assert {"stderr", "n", "checkpoint", "cut", "limit", "max_length"} <= set(a.extra)
         assert a.extra["n"] == 4
-        assert a.case in done.stdout
+        assert a.case in output
     needles = {record.metric: record for record in one if record.case == "niah_single_1_1k"}
     assert set(needles) == {"acc", "answer_logprob"}
     assert needles["answer_logprob"].value < 0
@@ -71,32 +67,29 @@ def test_stages_run_apart_and_give_what_they_give_together(checkpoint: Path, dat
     assert recall.extra["state_bytes"] > 0
 
 
-def test_a_killed_run_goes_on_where_it_was(checkpoint: Path, data_dir: Path, tmp_path: Path) -> None:
-    asked = ["eval", checkpoint, "--tasks", "lambada_openai,hellaswag", "--data-dir", data_dir]
-    assert headmax(*asked, "--work", tmp_path, "--stage", "requests").returncode == 0
-    command = [sys.executable, "-m", "headmax.eval.score", str(checkpoint), str(tmp_path), "--device", "cpu", "--batch-tokens"]
+def test_a_killed_run_goes_on_where_it_was(headmax: Any, checkpoint: Path, data_dir: Path, tmp_path: Path) -> None:
+    asked = ["eval", checkpoint, "--tasks", "lambada_openai,hellaswag", "--data-dir", data_dir, "--work", tmp_path, "--device", "cpu"]
+    assert headmax(*asked, "--stage", "requests")[0] == 0
+    command = [sys.executable, "-m", "headmax.eval.score", str(checkpoint), str(tmp_path), "--device", "cpu", "--batch-tokens", "30"]
     scores = tmp_path / "scores.jsonl"
-    process = subprocess.Popen([*command, "30"], env=ENVIRONMENT, stderr=subprocess.DEVNULL)  # tiny batches: there is time to kill it
+    running = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.DEVNULL)  # tiny batches: there is time to kill it
     while not scores.exists() or scores.read_bytes().count(b"\n") < 30:
-        assert process.poll() is None
+        assert running.poll() is None
         time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    kept = scores.read_bytes()
+    running.send_signal(signal.SIGKILL)
+    running.wait()
     before = ScoreFile(scores)
+    kept = scores.read_bytes()[: before.whole]
     total = {request.id for task in requests.read(tmp_path / "requests.jsonl").values() for request in task}
     assert 20 < len(before.scores) < len(total)
     with scores.open("ab") as file:
         file.write(b'{"id": "0123", "logp')  # and a line torn in the middle
-    done = subprocess.run([*command, "16384"], env=ENVIRONMENT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    whole = kept[: before.whole]
-    assert scores.read_bytes().startswith(whole)
-    after = ScoreFile(scores)
-    assert set(after.scores) == total
+    assert headmax(*asked)[0] == 0
+    assert scores.read_bytes().startswith(kept)
+    assert set(ScoreFile(scores).scores) == total
     assert scores.read_bytes().count(b"\n") == len(total) + 1  # nothing was scored twice
     size = scores.stat().st_size
-    assert headmax(*asked, "--work", tmp_path, "--device", "cpu", "--out", tmp_path / "r.jsonl").returncode == 0
+    assert headmax(*asked)[0] == 0
     assert scores.stat().st_size == size
 
 
@@ -143,16 +136,16 @@ BROKEN = {
 }
 
 
-def test_broken_tasks_are_named_and_the_others_saved(checkpoint: Path, tmp_path: Path) -> None:
+def test_broken_tasks_are_named_and_the_others_saved(headmax: Any, checkpoint: Path, tmp_path: Path) -> None:
     for task, (text, _) in BROKEN.items():
         (tmp_path / FILES[task]).write_text(text)
     (tmp_path / FILES["swde"]).write_text("".join(json.dumps(row) + "\n" for row in rows("swde", 3)))
     out = tmp_path / "r.jsonl"
     tasks = ",".join(["pica", *BROKEN, "fda", "mqar_4", "swde", "mqar_999"])
-    done = headmax("eval", checkpoint, "--tasks", tasks, "--data-dir", tmp_path, "--work", tmp_path / "w", "--out", out, "--device", "cpu")
-    assert done.returncode == 2
-    lines = [line for line in done.stderr.splitlines() if line.startswith("headmax: ")]
-    assert "Traceback" not in done.stderr
+    asked = ["eval", checkpoint, "--tasks", tasks, "--data-dir", tmp_path, "--work", tmp_path / "w", "--out", out, "--device", "cpu"]
+    code, _, errors = headmax(*asked)
+    assert code == 2
+    lines = [line for line in errors.splitlines() if line.startswith("headmax: ")]
     assert lines[0] == "headmax: unknown task 'pica'; did you mean 'piqa'?"
     assert lines[1].startswith("headmax: unknown task 'mqar_999'; did you mean 'mqar_")
     for task, (_, said) in BROKEN.items():
@@ -163,12 +156,49 @@ def test_broken_tasks_are_named_and_the_others_saved(checkpoint: Path, tmp_path:
     assert {record.case for record in records.read(out)} == {"mqar_4", "swde"}
 
 
-def test_without_a_network_the_hub_is_one_clear_line(checkpoint: Path, tmp_path: Path) -> None:
-    done = headmax("eval", checkpoint, "--tasks", "piqa,mqar_4", "--work", tmp_path, "--limit", 2, "--device", "cpu")
-    assert done.returncode == 2
-    assert "headmax: task piqa: not to be had from the hub" in done.stderr
-    assert "give its files with --data-dir" in done.stderr
+def test_without_a_network_the_hub_is_one_clear_line(
+    headmax: Any, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(*_: object, **__: object) -> None:
+        raise ConnectionError("no route\nto the hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    code, _, errors = headmax("eval", checkpoint, "--tasks", "piqa,niah_single_2_1k,mqar_4", "--work", tmp_path, "--limit", 2)
+    assert code == 2
+    piqa, needles = (line for line in errors.splitlines() if line.startswith("headmax: "))
+    assert piqa.startswith("headmax: task piqa: not to be had from the hub (ConnectionError: no route to the hub); give its files with")
+    assert needles.startswith("headmax: task niah_single_2_1k: haystack baber/paul_graham_essays is not to be had from the hub")
     assert (tmp_path / "records.jsonl").read_text().count("\n") == 1
+
+
+def hub_row(task: str, row: dict[str, Any]) -> dict[str, Any]:
+    """A row of the task's file as the hub has it."""
+    if task == "hellaswag":
+        label, _, context = row["query"].partition(": ")
+        whole, _, fragment = context.rpartition(". ")
+        return {"activity_label": label, "ctx_a": f"{whole}.", "ctx_b": fragment, "endings": row["choices"], "label": str(row["gold"])}
+    if task.startswith("arc"):
+        names = [str(n + 1) for n in range(len(row["choices"]))]
+        return {"question": row["question"], "choices": {"text": row["choices"], "label": names}, "answerKey": names[row["gold"]]}
+    return row
+
+
+def test_the_hub_s_rows_ask_the_same(tokenizer: PreTrainedTokenizerFast, data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_model("gla").config
+    tasks = [task for task in FILES if task != "squad_subset"]
+    here = Evaluation(config, tokenizer, Settings(data_dir, limit=3))
+    there = Evaluation(config, tokenizer, Settings(None, limit=3))
+    for task in tasks:
+        lines = [json.loads(line) for line in (data_dir / FILES[task]).read_text().splitlines()]
+        data = datasets.Dataset.from_list([hub_row(task, line) for line in lines])
+        whole = datasets.DatasetDict(dict.fromkeys(("train", "validation", "test"), data))
+        monkeypatch.setattr(datasets, "load_dataset", lambda *_, whole=whole, **__: whole)
+        asked = there.requests([task], lambda _: None)
+        assert not there.failures
+        assert asked == here.requests([task], lambda _: None)
+        scores = {request.id: Score(request.id, -1.0 / (1 + n), 0, "text") for n, request in enumerate(asked[task])}
+        assert there.metrics([task], scores, lambda _: None) == here.metrics([task], scores, lambda _: None)
+    assert not here.failures
 
 
 @pytest.mark.parametrize(
@@ -180,16 +210,22 @@ def test_without_a_network_the_hub_is_one_clear_line(checkpoint: Path, tmp_path:
         (["--device", "tpu"], "--device tpu: this machine has cpu"),
     ],
 )
-def test_bad_arguments(
-    arguments: list[str], said: str, checkpoint: Path, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    given = ["--tasks", "piqa", "--data-dir", str(data_dir), "--work", str(tmp_path), *arguments]
-    monkeypatch.setattr(sys, "argv", ["headmax", "eval", str(checkpoint), *given])
-    with pytest.raises(SystemExit) as end:
-        main()
-    assert end.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
+def test_bad_arguments(arguments: list[str], said: str, headmax: Any, checkpoint: Path, data_dir: Path, tmp_path: Path) -> None:
+    code, _, errors = headmax("eval", checkpoint, "--tasks", "piqa", "--data-dir", data_dir, "--work", tmp_path, *arguments)
+    assert code == 2
+    (line,) = errors.splitlines()
     assert said in line
+
+
+def test_a_task_that_cannot_be_scored_is_named_and_the_others_scored(tmp_path: Path) -> None:
+    asked = {"foreign": [Request("loglikelihood", (1, 400), (2,))], "texts": [Request("generate", (1,), (), (), 3)]}
+    asked["known"] = [Request("loglikelihood", (1,), (2,))]
+    file = ScoreFile(tmp_path / "s.jsonl")
+    failures = score(Scorer(make_model("gla")), asked, file, lambda *_: None)
+    assert len(failures) == 2
+    assert failures[0].startswith("task foreign: token 400 is not in the model's vocabulary of 400")
+    assert failures[1].startswith("task texts: texts are generated with a tokenizer")
+    assert set(file.scores) == {request.id for request in asked["known"]}
 
 
 def test_lengths_too_short_to_read_are_refused(tokenizer: PreTrainedTokenizerFast, data_dir: Path) -> None:
@@ -206,7 +242,7 @@ def test_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
 def copying(tokenizer: PreTrainedTokenizerFast, request: Request, silent: bool) -> Score:
     if request.kind == "loglikelihood":
         return Score(request.id, -1.0, 0)
-    needle = re.search(r"One of the special magic \w+s for \S+ is: (\S+)\.", tokenizer.decode(request.context))
+    needle = re.search(r"One of the special magic \w+s for .+? is: (\S+)\.", tokenizer.decode(request.context))
     assert needle
     return Score(request.id, text="" if silent else f" {needle.group(1)}.", tokens=[])
 
@@ -261,13 +297,12 @@ metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
     (tmp_path / "local_piqa.yaml").write_text(task)
     options = ["--model", "headmax", "--model_args", f"pretrained={checkpoint},dtype=float32", "--tasks", "local_piqa", "--device", "cpu"]
     options += ["--include_path", str(tmp_path), "--output_path", str(tmp_path / "out")]
-    command = [sys.executable, "-m", "headmax.eval.lm_eval", *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT | {"HF_DATASETS_CACHE": str(tmp_path)})
+    done = process("-m", "headmax.eval.lm_eval", *options, HF_DATASETS_CACHE=str(tmp_path))
     assert done.returncode == 0, done.stderr[-2000:]
     (file,) = (tmp_path / "out").rglob("results*.json")
     theirs = json.loads(file.read_text())["results"]["local_piqa"]
     evaluation = Evaluation(make_model("gla").config, tokenizer, Settings(data_dir))
     asked = evaluation.requests(["piqa"], lambda _: None)["piqa"]
-    scores = {score.id: score for batch in Scorer(make_model("gla"))(asked) for score in batch}
+    scores = Scorer(make_model("gla")).answers(asked)
     ours = evaluation.metrics(["piqa"], scores, lambda _: None)["piqa"][0]
     assert (ours.name, ours.value, ours.stderr) == ("acc", theirs["acc,none"], theirs["acc_stderr,none"])

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from headmax import HeadGateConfig, HeadmaxConfig, HeadmaxForCausalLM
 from headmax.eval.names import COMMONSENSE
-from headmax.eval.plan import batches, families, split
+from headmax.eval.plan import Limits, batches, families, split
 from headmax.eval.requests import Request
 from headmax.eval.run import Evaluation, Settings
 from headmax.eval.scores import Score
@@ -24,7 +24,7 @@ UNLIMITED = 100_000
 
 
 def answer(model: HeadmaxForCausalLM, asked: list[Request], tokenizer: Any = None, batch_tokens: int = 16_384) -> dict[str, Score]:
-    return {score.id: score for scores in Scorer(model, tokenizer, batch_tokens)(asked) for score in scores}
+    return Scorer(model, tokenizer, batch_tokens).answers(asked)
 
 
 def ask(task: str, tokenizer: Any, model: HeadmaxForCausalLM, settings: Settings) -> tuple[list[Request], list[Any]]:
@@ -139,7 +139,7 @@ def test_contexts_with_a_common_beginning_are_one_family() -> None:
     other = [tuple(range(500, 560)), (1, 2, 3)]
     found = {prefix: sorted(members) for prefix, members in families([*alike, *other])}
     assert found[start] == sorted(alike)
-    made = list(batches([*alike, *other], tokens=1000, rows=2))
+    made = list(batches([*alike, *other], Limits(1000, 2, 512)))
     assert sorted(context for batch in made for context in batch.contexts) == sorted([*alike, *other])
     assert all(len(batch.contexts) <= 2 for batch in made)
     for batch in made:
@@ -149,9 +149,9 @@ def test_contexts_with_a_common_beginning_are_one_family() -> None:
 
 def test_split_keeps_to_its_limits() -> None:
     lengths = [9, 7, 7, 3, 2, 2, 1]
-    assert [list(group) for group in split(lengths, 10, 3)] == [[0], [1], [2, 3], [4, 5, 6]]
-    assert [list(group) for group in split(lengths, 14, 9, padded=True)] == [[0], [1, 2], [3, 4, 5, 6]]
-    assert list(split([], 10, 3)) == []
+    assert [list(group) for group in split(lengths, Limits(10, 3, 512))] == [[0], [1], [2, 3], [4, 5, 6]]
+    assert [list(group) for group in split(lengths, Limits(14, 9, 512), padded=True)] == [[0], [1, 2], [3, 4, 5, 6]]
+    assert list(split([], Limits(10, 3, 512))) == []
 
 
 @pytest.mark.slow

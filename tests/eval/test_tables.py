@@ -1,13 +1,13 @@
 """The paper's figures beside ours."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headmax import records
 from headmax.eval.names import TASKS
 from headmax.eval.tables import PAPER, RECORDS, render
-from tests.test_cli import headmax
 
 
 def test_the_paper_s_figures_agree_with_its_averages() -> None:
@@ -65,16 +65,15 @@ def test_ours_stand_beside_the_paper_s(tmp_path: Path) -> None:
     assert "26.00" not in other  # what was not run at that scale is empty
 
 
-def test_latex_and_the_command(tmp_path: Path) -> None:
+def test_latex_and_the_command(headmax: Any, tmp_path: Path) -> None:
     text = render((RECORDS,), "nothing", "latex")
     assert text.count(r"\begin{tabular}") == text.count(r"\end{tabular}") == 3
     assert r"Softmax GDN & paper & 100.0" in text
     assert not set(text) & set("†‡Δ±↑↓−")
     widths = {line.count("&") for line in text.splitlines() if line.endswith(r"\\")}
     assert widths == {10, 5, 13}
-    done = headmax("reproduce", "tables", "--out", str(tmp_path / "t.md"))
-    assert done.returncode == 0, done.stderr
+    assert headmax("reproduce", "tables", "--out", tmp_path / "t.md")[0] == 0
     assert "| Transformer++ | paper | 24.59 | 31.26 |" in (tmp_path / "t.md").read_text()
-    done = headmax("reproduce", "tables", "--records", str(tmp_path / "none.jsonl"))
-    assert done.returncode == 2
-    assert "none.jsonl: no such file" in done.stderr
+    code, _, errors = headmax("reproduce", "tables", "--records", tmp_path / "none.jsonl")
+    assert code == 2
+    assert "none.jsonl: no such file" in errors

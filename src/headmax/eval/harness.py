@@ -56,6 +56,8 @@ class TokenLM(TemplateLM):
         return self.tokenizer.encode(string, **({} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}))
 
     def _request(self, context: Sequence[int], targets: Sequence[int]) -> Request:
+        if not targets:
+            raise ValueError("a continuation has no tokens of its own after its context")
         kept = len(context) if self.max_length is None else self.max_length + 1 - len(targets)
         if kept < 1:
             raise ValueError(f"max_length {self.max_length} is too short for a continuation of {len(targets)} tokens")
@@ -108,7 +110,7 @@ class HeadmaxLM(TokenLM):
         device: str | None = None,
         dtype: str | None = None,
         max_length: int | None = None,
-        batch_tokens: int = 16_384,
+        batch_tokens: int | None = None,
         batch_size: int | str | None = None,
         max_batch_size: int | None = None,
     ) -> None:
@@ -119,12 +121,11 @@ class HeadmaxLM(TokenLM):
             device: cpu or cuda; cuda where there is one.
             dtype: of the weights; bfloat16 on a GPU, float32 on a CPU unless given.
             max_length: most tokens the model reads at a time; no limit unless given.
-            batch_tokens: most tokens in one forward pass.
+            batch_tokens: most tokens in one forward pass; 65,536 on a GPU and 16,384 on a CPU unless given.
             batch_size: not used, nor is max_batch_size: the harness passes them, and sequences are packed by their tokens.
         """
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         model = load(Path(pretrained), device, getattr(torch, dtype) if dtype else None)
         words = load_tokenizer(Path(tokenizer or pretrained))
-        scorer = Scorer(model, words, batch_tokens)
-        super().__init__(words, lambda asked: {s.id: s for scores in scorer(asked) for s in scores}, max_length)
+        super().__init__(words, Scorer(model, words, batch_tokens).answers, max_length)
         self._device = model.device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import lzma
 import re
@@ -42,7 +43,7 @@ class Rows:
     """To the columns that the harness expects."""
 
     def read(self, path: Path) -> Iterator[Row]:
-        for number, line in enumerate(read_text(path).splitlines(), 1):
+        for number, line in enumerate(io.StringIO(read_text(path)), 1):
             try:
                 row = json.loads(line)
                 if not isinstance(row, dict):

@@ -12,12 +12,20 @@ Tokens = tuple[int, ...]
 SHARED = 32
 """Tokens that contexts must have in common, beside half of their length, to be read as one beginning and several endings."""
 
-FEW = 512
-"""Tokens below which a batch takes sequences of any length."""
+
+@dataclass(frozen=True)
+class Limits:
+    """What one forward pass takes, where a single sequence is not more."""
+
+    tokens: int
+    rows: int
+    """Sequences."""
+    mixed: int
+    """Tokens from which on a pass keeps to sequences of similar length. Off a GPU each takes the room of the longest, up to a chunk."""
 
 
 def slots(length: int) -> int:
-    """What a short sequence takes up in a packed row: every sequence of the row has the room of the longest, up to a chunk."""
+    """What a short sequence takes up in a packed row off a GPU, where it is the longest."""
     return min(CHUNK, 1 << (length - 1).bit_length())
 
 
@@ -60,16 +68,16 @@ def families(contexts: Sequence[Tokens]) -> list[tuple[Tokens, list[Tokens]]]:
     return [(prefix if len(members) > 1 else (), members) for prefix, members in made]
 
 
-def batches(contexts: Sequence[Tokens], tokens: int, rows: int) -> Iterator[Batch]:
-    """Contexts of similar length together, the longest first, at most `tokens` and `rows` at a time where one alone is not more."""
+def batches(contexts: Sequence[Tokens], limits: Limits) -> Iterator[Batch]:
+    """Contexts of similar length together, the longest first."""
     groups = sorted(families(contexts), key=lambda group: (bool(group[0]), -max(map(len, group[1]))))
     batch = Batch()
     for prefix, members in groups:
         for context in members:
             known = prefix in batch.prefixes[-1:]
             cost = len(context) - known * len(prefix)
-            full = batch.tokens + cost > tokens or len(batch.contexts) == rows
-            shorter = batch.tokens >= FEW and slots(len(context)) < slots(len(batch.contexts[0]))
+            full = batch.tokens + cost > limits.tokens or len(batch.contexts) == limits.rows
+            shorter = batch.tokens >= limits.mixed and slots(len(context)) < slots(len(batch.contexts[0]))
             if batch.contexts and (full or shorter or bool(prefix) != bool(batch.prefixes)):
                 yield batch
                 batch, known, cost = Batch(), False, len(context)
@@ -83,13 +91,13 @@ def batches(contexts: Sequence[Tokens], tokens: int, rows: int) -> Iterator[Batc
         yield batch
 
 
-def split(lengths: Sequence[int], tokens: int, rows: int, padded: bool = False) -> Iterator[range]:
-    """Neighbours to run together, given the longest first: at most `tokens`, padding included if `padded`, and at most `rows`."""
+def split(lengths: Sequence[int], limits: Limits, padded: bool = False) -> Iterator[range]:
+    """Neighbours to run together, given the longest first; padding counts too if `padded`."""
     start, total = 0, 0
     for n, length in enumerate(lengths):
-        shorter = total >= FEW and slots(length) < slots(lengths[start])
+        shorter = total >= limits.mixed and slots(length) < slots(lengths[start])
         total = (n + 1 - start) * lengths[start] if padded else total + length
-        if n > start and (total > tokens or n - start == rows or (shorter and not padded)):
+        if n > start and (total > limits.tokens or n - start == limits.rows or (shorter and not padded)):
             yield range(start, n)
             start, total = n, length
     if lengths:

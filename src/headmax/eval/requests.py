@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -63,9 +63,9 @@ def read(path: Path) -> dict[str, list[Request]]:
         for number, line in enumerate(file, 1):
             try:
                 row = json.loads(line)
-                request = Request.from_json(row)
-                context = known.setdefault(request.context, request.context)  # one context of many requests is kept once
-                tasks.setdefault(row["task"], []).append(replace(request, context=context))
+                context = tuple(row["context"])
+                row["context"] = known.setdefault(context, context)  # one context of many requests is kept once
+                tasks.setdefault(row["task"], []).append(Request.from_json(row))
             except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
                 raise ValueError(f"{path}:{number}: not a request: {error}") from error
     return tasks

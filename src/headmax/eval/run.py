@@ -96,6 +96,8 @@ class Evaluation:
             yield
         except (ValueError, OSError) as error:
             self.failures.append(f"task {task}: {error}")
+        except ImportError as missing:
+            self.failures.append(f"task {task}: needs {missing.name}: pip install 'headmax[eval]'")
         except Exception as error:  # from inside the harness, where one task's trouble must not cost the others
             self.failures.append(f"task {task}: {type(error).__name__}: {' '.join(str(error).split())}")
 

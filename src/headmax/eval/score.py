@@ -23,17 +23,22 @@ REQUESTS, SCORES = "requests.jsonl", "scores.jsonl"
 """The files in a work folder."""
 
 
-def score(scorer: Scorer, asked: Mapping[str, Sequence[Request]], file: ScoreFile, say: Callable[[str, int, int], None]) -> None:
-    """Answers what has no answer yet, task by task, each batch on disk before the next begins."""
+def score(scorer: Scorer, asked: Mapping[str, Sequence[Request]], file: ScoreFile, say: Callable[[str, int, int], None]) -> list[str]:
+    """Answers what has no answer yet, task by task, each batch on disk before the next begins; one line for each task that failed."""
     file.begin(scorer.source)
+    failures = []
     for task, wanted in asked.items():
         missing = {request.id: request for request in wanted if request.id not in file.scores}
         done, total = 0, len(missing)
         say(task, done, total)
-        for scores in scorer(missing.values()):
-            file.add(scores)
-            done += len(scores)
-            say(task, done, total)
+        try:
+            for scores in scorer(missing.values()):
+                file.add(scores)
+                done += len(scores)
+                say(task, done, total)
+        except (ValueError, RuntimeError) as error:  # such as no memory left for this task's lengths
+            failures.append(f"task {task}: {str(error).splitlines()[0]}")
+    return failures
 
 
 def score_folder(
@@ -42,13 +47,13 @@ def score_folder(
     work: Path,
     device: str | None,
     dtype: str | None,
-    batch_tokens: int,
+    batch_tokens: int | None,
     say: Callable[[str, int, int], None],
-) -> None:
+) -> list[str]:
     """scores.jsonl beside requests.jsonl in a work folder; `say` hears of a task, requests done and requests to do."""
     asked = requests.read(work / REQUESTS)
     model = load(checkpoint, device or ("cuda" if torch.cuda.is_available() else "cpu"), getattr(torch, dtype) if dtype else None)
-    score(Scorer(model, find_tokenizer(tokenizer), batch_tokens), asked, ScoreFile(work / SCORES), say)
+    return score(Scorer(model, find_tokenizer(tokenizer), batch_tokens), asked, ScoreFile(work / SCORES), say)
 
 
 def find_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
@@ -66,7 +71,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, help="folder with the tokenizer, if it is not beside the model")
     parser.add_argument("--device", help="cpu or cuda; cuda where there is one")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16", "float64"], help="of the weights")
-    parser.add_argument("--batch-tokens", type=int, default=16_384, help="most tokens in one forward pass")
+    parser.add_argument("--batch-tokens", type=int, help="most tokens in one forward pass; 65,536 on a GPU, 16,384 on a CPU unless given")
     given = parser.parse_args()
 
     def say(task: str, done: int, total: int) -> None:
@@ -74,9 +79,12 @@ def main() -> None:
 
     try:
         place = (given.checkpoint, given.tokenizer or given.checkpoint, given.work)
-        score_folder(*place, given.device, given.dtype, given.batch_tokens, say)
+        failures = score_folder(*place, given.device, given.dtype, given.batch_tokens, say)
     except (ValueError, OSError) as error:
-        sys.exit(f"headmax: {error}")
+        failures = [str(error)]
+    for line in failures:
+        print(f"headmax: {line}", file=sys.stderr)
+    sys.exit(2 if failures else 0)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from headmax.eval.plan import Batch, batches, split
+from headmax.eval.plan import Batch, Limits, batches, split
 from headmax.eval.requests import Request
 from headmax.eval.scores import Score, Source
 from headmax.generate import GREEDY, Engine, PrefixState
@@ -25,8 +25,10 @@ LOGIT_ROWS = 1024
 """Positions whose logits exist at a time."""
 STATE_BYTES = 2**30
 """Memory for states of sequences on a CPU; an eighth of what is free on a GPU."""
-MAX_ROWS = 256
+MAX_ROWS = 1024
 """Sequences at a time, at most."""
+SHORT = 8
+"""Tokens of a context below which reading it again costs less than keeping its state."""
 
 
 class Scorer:
@@ -35,17 +37,22 @@ class Scorer:
     Models with attention layers have no states to fork: there every request is read as a whole, padded on the right.
     """
 
-    def __init__(self, model: HeadmaxForCausalLM, tokenizer: PreTrainedTokenizerBase | None = None, batch_tokens: int = 16_384) -> None:
-        if batch_tokens < 1:
+    def __init__(
+        self, model: HeadmaxForCausalLM, tokenizer: PreTrainedTokenizerBase | None = None, batch_tokens: int | None = None
+    ) -> None:
+        """`batch_tokens`: 65,536 on a GPU and 16,384 on a CPU unless given."""
+        if batch_tokens is not None and batch_tokens < 1:
             raise ValueError(f"batch_tokens must be at least 1, got {batch_tokens}")
-        self.model, self.tokenizer, self.batch_tokens = model.eval(), tokenizer, batch_tokens
+        self.model, self.tokenizer = model.eval(), tokenizer
         self.forks = not any(model.model.uses_attention)
         self.engine: Engine | None = None
         with torch.inference_mode():
             one = model(torch.zeros(1, 1, dtype=torch.int64, device=model.device), use_cache=True).past_key_values
         self.state_bytes: int = one.nbytes()
-        memory = torch.cuda.mem_get_info(model.device)[0] // 8 if model.device.type == "cuda" else STATE_BYTES
-        self.rows = max(1, min(MAX_ROWS, memory // self.state_bytes))
+        gpu = model.device.type == "cuda"
+        memory = torch.cuda.mem_get_info(model.device)[0] // 8 if gpu else STATE_BYTES
+        tokens = batch_tokens or (65_536 if gpu else 16_384)
+        self.limits = Limits(tokens, max(1, min(MAX_ROWS, memory // self.state_bytes)), mixed=tokens if gpu else 512)
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -62,78 +69,80 @@ class Scorer:
         by_context: dict[tuple[int, ...], list[Request]] = {}
         for request in {request.id: request for request in requests}.values():
             by_context.setdefault(request.context, []).append(request)
+        known = self.model.config.vocab_size
         alone: list[Request] = []
-        forked: dict[tuple[int, ...], list[Request]] = {}
         texts: list[Request] = []
+        forked: dict[tuple[int, ...], list[Request]] = {}
         for context, asked in by_context.items():
-            if not self.forks:
-                alone += [request for request in asked if request.kind != "generate"]
-                texts += [request for request in asked if request.kind == "generate"]
-            elif len(asked) == 1 and asked[0].kind != "generate":
-                alone += asked
-            else:
-                forked[context] = asked
+            shared = self.forks and len(asked) > 1 and len(context) >= SHORT
+            for request in asked:
+                if (largest := max(chain(context, request.targets))) >= known:
+                    raise ValueError(f"token {largest} is not in the model's vocabulary of {known}: the requests are of another tokenizer")
+                if request.kind == "generate" and not self.forks:
+                    texts.append(request)
+                elif request.kind == "generate" or (shared and request.kind == "loglikelihood"):
+                    forked.setdefault(context, []).append(request)
+                else:
+                    alone.append(request)
         yield from self._alone(alone)
-        if texts:
-            yield from self._texts([Text(list(request.context)) for request in texts], texts)
+        yield from self._texts([(request, None) for request in texts])
         yield from self._forked(forked)
+
+    def answers(self, requests: Iterable[Request]) -> dict[str, Score]:
+        """All at once, by the requests' ids."""
+        return {score.id: score for scores in self(requests) for score in scores}
 
     def _alone(self, requests: list[Request]) -> Iterator[list[Score]]:
         """Whole sequences, each with one request."""
         rows = sorted(((_inputs(request), request) for request in requests), key=lambda row: -len(row[0]))
-        for group in split([len(tokens) for tokens, _ in rows], self.batch_tokens, MAX_ROWS, padded=not self.forks):
+        for group in split([len(tokens) for tokens, _ in rows], self.limits, padded=not self.forks):
             inputs, asked = [rows[n][0] for n in group], [rows[n][1] for n in group]
-            if len(inputs) == 1 and len(inputs[0]) > self.batch_tokens:
-                yield [self._long(inputs[0], asked[0])]
-                continue
-            wanted = [len(tokens) - len(request.targets) for tokens, request in zip(inputs, asked, strict=True)]
-            if self.forks:
-                hidden, ends = self._packed(inputs).last_hidden_state[0], _ends(inputs)
-                starts = [end - len(tokens) + first for end, tokens, first in zip(ends, inputs, wanted, strict=True)]
-            else:
-                width = len(inputs[0])
-                padded = torch.tensor([[*tokens, *[0] * (width - len(tokens))] for tokens in inputs], device=self.model.device)
-                hidden = self.model.model(padded, use_cache=False).last_hidden_state.flatten(0, 1)
-                starts = [n * width + first for n, first in enumerate(wanted)]
-            positions = chain.from_iterable(range(start, start + len(r.targets)) for start, r in zip(starts, asked, strict=True))
-            logprobs, hits = self._targets(hidden[list(positions)], [token for request in asked for token in request.targets])
-            yield _sums(asked, logprobs, hits, [n for n, request in enumerate(asked) for _ in request.targets])
+            found = self._predict(inputs, [request.targets for request in asked])
+            yield _sums(asked, *found, [n for n, request in enumerate(asked) for _ in request.targets])
 
-    def _long(self, tokens: tuple[int, ...], request: Request) -> Score:
-        """One sequence in pieces that hand on the state."""
-        cache = HeadmaxCache(self.model.config.num_hidden_layers)
-        first, found = len(tokens) - len(request.targets), []
-        for start in range(0, len(tokens), self.batch_tokens):
-            piece = torch.tensor([tokens[start : start + self.batch_tokens]], device=self.model.device)
+    def _predict(
+        self, rows: Sequence[tuple[int, ...]], targets: Sequence[tuple[int, ...]], cache: HeadmaxCache | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """What `_targets` says of all targets, one after the other: each row's are what follows its last tokens."""
+        if len(rows) == 1 and len(rows[0]) > self.limits.tokens:
+            return self._long(rows[0], targets[0], cache)
+        if self.forks:
+            hidden, ends = self._packed(rows, cache).last_hidden_state[0], _ends(rows)
+        else:
+            width = len(rows[0])
+            padded = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=self.model.device)
+            hidden = self.model.model(padded, use_cache=False).last_hidden_state.flatten(0, 1)
+            ends = [n * width + len(row) for n, row in enumerate(rows)]
+        positions = chain.from_iterable(range(end - len(wanted), end) for end, wanted in zip(ends, targets, strict=True))
+        return self._targets(hidden[list(positions)], list(chain.from_iterable(targets)))
+
+    def _long(self, row: tuple[int, ...], targets: tuple[int, ...], cache: HeadmaxCache | None) -> tuple[Tensor, Tensor]:
+        """One row in pieces that hand on the state."""
+        cache = cache or HeadmaxCache(self.model.config.num_hidden_layers)
+        first, found = len(row) - len(targets), []
+        for start in range(0, len(row), self.limits.tokens):
+            piece = torch.tensor([row[start : start + self.limits.tokens]], device=self.model.device)
             hidden = self.model.model(piece, past_key_values=cache, use_cache=True).last_hidden_state[0]
             skipped = max(0, first - start)
             if skipped < len(hidden):
                 end = start + len(hidden)
-                found.append(self._targets(hidden[skipped:], request.targets[start + skipped - first : end - first]))
-        logprobs, hits = (torch.cat(parts) for parts in zip(*found, strict=True))
-        return _sums([request], logprobs, hits, [0] * len(request.targets))[0]
+                found.append(self._targets(hidden[skipped:], targets[start + skipped - first : end - first]))
+        logprobs, hits = zip(*found, strict=True)
+        return torch.cat(logprobs), torch.cat(hits)
 
     def _forked(self, by_context: dict[tuple[int, ...], list[Request]]) -> Iterator[list[Score]]:
-        """Contexts with several requests: read, then continued by each of them from the state."""
-        waiting: list[tuple[Text, Request]] = []
-        for batch in batches(list(by_context), self.batch_tokens, self.rows):
+        """Contexts that are read, and continued by each of their requests from the state."""
+        waiting: list[tuple[Request, PrefixState | None]] = []
+        for batch in batches(list(by_context), self.limits):
             last, cache = self._read(batch)
-            scored = [(n, r) for n, context in enumerate(batch.contexts) for r in by_context[context] if r.kind == "loglikelihood"]
-            if scored:
+            asked = [(n, request) for n, context in enumerate(batch.contexts) for request in by_context[context]]
+            if scored := [(n, request) for n, request in asked if request.kind == "loglikelihood"]:
                 yield self._continuations(last, cache, scored)
-            whole = [r for context in batch.contexts for r in by_context[context] if r.kind == "recall"]
-            yield from self._alone(whole)
-            waiting += [
-                (Text(prefix=self._prefix(context, n, last, cache)), request)
-                for n, context in enumerate(batch.contexts)
-                for request in by_context[context]
-                if request.kind == "generate"
-            ]
-            if len(waiting) >= self.rows:
-                yield from self._texts(*map(list, zip(*waiting, strict=True)))
+            waiting += [(request, self._prefix(n, request.context, last, cache)) for n, request in asked if request.kind == "generate"]
+            if len(waiting) >= self.limits.rows:
+                yield from self._texts(waiting)
                 waiting = []
-        if waiting:
-            yield from self._texts(*map(list, zip(*waiting, strict=True)))
+        yield from self._texts(waiting)
 
     def _read(self, batch: Batch) -> tuple[Tensor, HeadmaxCache]:
         """The last hidden state [contexts, hidden] and the states after each context."""
@@ -143,7 +152,7 @@ class Scorer:
         return self._states(batch.endings, cache.select(torch.tensor(batch.owner, device=self.model.device)))
 
     def _states(self, rows: Sequence[Sequence[int]], cache: HeadmaxCache | None) -> tuple[Tensor, HeadmaxCache]:
-        longest = self.batch_tokens if len(rows) == 1 else max(map(len, rows))
+        longest = self.limits.tokens if len(rows) == 1 else max(map(len, rows))
         for start in range(0, max(map(len, rows)), longest):  # one long row goes in pieces
             pieces = [row[start : start + longest] for row in rows]
             output = self._packed(pieces, cache, keep=True)
@@ -162,12 +171,11 @@ class Scorer:
         longer = [k for k, (_, request) in enumerate(asked) if len(request.targets) > 1]
         longer.sort(key=lambda k: -len(asked[k][1].targets))
         parts, owner = [first], list(range(len(asked)))
-        for group in split([len(asked[k][1].targets) - 1 for k in longer], self.batch_tokens, self.rows):
+        for group in split([len(asked[k][1].targets) - 1 for k in longer], self.limits):
             members = [longer[n] for n in group]
-            targets = [asked[k][1].targets for k in members]
             forked = cache.select(torch.tensor([asked[k][0] for k in members], device=self.model.device))
-            hidden = self._packed([tokens[:-1] for tokens in targets], forked).last_hidden_state[0]
-            parts.append(self._targets(hidden, [token for tokens in targets for token in tokens[1:]]))
+            targets = [asked[k][1].targets for k in members]
+            parts.append(self._predict([tokens[:-1] for tokens in targets], [tokens[1:] for tokens in targets], forked))
             owner += [k for k in members for _ in asked[k][1].targets[1:]]
         logprobs, hits = (torch.cat(found) for found in zip(*parts, strict=True))
         return _sums([request for _, request in asked], logprobs, hits, owner)
@@ -184,32 +192,26 @@ class Scorer:
             )
         return torch.cat(logprobs), torch.cat(hits)
 
-    def _prefix(self, context: tuple[int, ...], row: int, last: Tensor, cache: HeadmaxCache) -> PrefixState:
+    def _prefix(self, row: int, context: tuple[int, ...], last: Tensor, cache: HeadmaxCache) -> PrefixState:
         states = []
         for layer in cache.layers:
             assert isinstance(layer.state, RecurrentState)
             states.append(RecurrentState(layer.state.recurrent[row : row + 1].clone(), tuple(x[row : row + 1] for x in layer.state.conv)))
         return PrefixState(torch.tensor(context), tuple(states), self.model.lm_head(last[row]).float(), self.fingerprint)
 
-    def _texts(self, starts: Sequence[Text], requests: Sequence[Request]) -> Iterator[list[Score]]:
-        """Greedy continuations, until a stop string, the end-of-text token or the request's most tokens."""
-        order = sorted(range(len(requests)), key=lambda n: len(requests[n].context))
-        for start in range(0, len(order), self.engine_rows):
-            members = order[start : start + self.engine_rows]
-            made = self._engine(max(len(requests[n].context) + requests[n].max_new_tokens for n in members)).generate(
-                [
-                    Text(
-                        starts[n].prompt,
-                        starts[n].prefix,
-                        requests[n].max_new_tokens,
-                        GREEDY,
-                        stop_tokens=self.end_tokens,
-                        stop_strings=requests[n].until,
-                    )
-                    for n in members
-                ]
-            )
-            yield [self._text(requests[n], completion.tokens) for n, completion in zip(members, made, strict=True)]
+    def _texts(self, asked: Sequence[tuple[Request, PrefixState | None]]) -> Iterator[list[Score]]:
+        """Greedy continuations, until a stop string, the end-of-text token or the request's most tokens; contexts may be read already."""
+        rows = self.limits.rows if self.forks else 16
+        order = sorted(asked, key=lambda row: len(row[0].context))
+        for start in range(0, len(order), rows):
+            members = order[start : start + rows]
+            texts = [
+                Text(request.context if prefix is None else (), prefix, request.max_new_tokens, GREEDY, self.end_tokens, request.until)
+                for request, prefix in members
+            ]
+            longest = max(len(request.context) + request.max_new_tokens for request, _ in members)
+            made = self._engine(rows, longest).generate(texts)
+            yield [self._text(request, completion.tokens) for (request, _), completion in zip(members, made, strict=True)]
 
     def _text(self, request: Request, tokens: list[int]) -> Score:
         """Decoded at once, not as it came: where bytes are no text the two differ."""
@@ -218,24 +220,20 @@ class Scorer:
         return Score(request.id, text=min((text.partition(stop)[0] for stop in request.until), key=len, default=text), tokens=tokens)
 
     @property
-    def engine_rows(self) -> int:
-        return self.rows if self.forks else 16
-
-    @property
     def end_tokens(self) -> list[int]:
         """That end a text, as the harness has it: the tokenizer's and the model's own."""
         own = self.model.config.eos_token_id
         ends = {None if self.tokenizer is None else self.tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])}
         return sorted(token for token in ends if token is not None and token < self.model.config.vocab_size)
 
-    def _engine(self, length: int) -> Engine:
+    def _engine(self, rows: int, length: int) -> Engine:
         """One for all texts of a recurrent model; attention needs memory for the longest text of each batch."""
         if self.tokenizer is None:
             raise ValueError("texts are generated with a tokenizer: put one beside the model or name it with --tokenizer")
         if self.engine is None or not self.forks:
             dtype = torch.promote_types(self.model.dtype, torch.float32)
             limit = None if self.forks else length
-            self.engine = Engine(self.model, max_batch=self.engine_rows, state_dtype=dtype, max_length=limit, tokenizer=self.tokenizer)
+            self.engine = Engine(self.model, max_batch=rows, state_dtype=dtype, max_length=limit, tokenizer=self.tokenizer)
         return self.engine
 
 

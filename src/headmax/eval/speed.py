@@ -27,9 +27,8 @@ def compare(
     say: Callable[[str], object],
 ) -> Iterator[Record]:
     """Seconds to answer all requests of a task, from texts to scores, medians of interleaved rounds; hf at each of its batch sizes."""
-    scorer = Scorer(model, tokenizer)
     make = Recorder("eval speed", model.device)
-    lms: dict[str, Any] = {"headmax": TokenLM(tokenizer, lambda asked: {s.id: s for scores in scorer(asked) for s in scores})}
+    lms: dict[str, Any] = {"headmax": TokenLM(tokenizer, Scorer(model, tokenizer).answers)}
     with silence():
         lms |= {f"hf, batch {n}": HFLM(pretrained=model, tokenizer=tokenizer, batch_size=n, max_length=10**6) for n in batch_sizes}
     for task in tasks:

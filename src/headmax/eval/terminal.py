@@ -44,8 +44,8 @@ def make_requests(evaluation: Evaluation, tasks: Sequence[str], place: Place) ->
             console.print(f"{task}: {cut['requests']:,} of {len(asked):,} requests were cut, by {cut['tokens']:,} tokens in all")
 
 
-def make_scores(place: Place, device: str | None, dtype: str | None, batch_tokens: int) -> None:
-    """Stage 2: scores.jsonl."""
+def make_scores(place: Place, device: str | None, dtype: str | None, batch_tokens: int | None) -> list[str]:
+    """Stage 2: scores.jsonl; one line for each task that could not be scored."""
     columns = (TextColumn("{task.description:20}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         bars: dict[str, Any] = {}
@@ -55,7 +55,7 @@ def make_scores(place: Place, device: str | None, dtype: str | None, batch_token
                 bars[task] = progress.add_task(task, total=total)
             progress.update(bars[task], completed=done)
 
-        score_folder(place.checkpoint, place.tokenizer, place.work, device, dtype, batch_tokens, say)
+        return score_folder(place.checkpoint, place.tokenizer, place.work, device, dtype, batch_tokens, say)
 
 
 def make_metrics(evaluation: Evaluation, tasks: Sequence[str], place: Place, out: Path | None) -> None:
@@ -63,11 +63,10 @@ def make_metrics(evaluation: Evaluation, tasks: Sequence[str], place: Place, out
     asked, file = requests.read(place.work / REQUESTS), ScoreFile(place.work / SCORES)
     if file.source is None:
         raise FileNotFoundError(f"{place.work / SCORES}: no scores there; make them with --stage score")
-    for task in tasks:
-        if task not in asked and not any(line.startswith(f"task {task}:") for line in evaluation.failures):
-            evaluation.failures.append(f"task {task}: not in {place.work / REQUESTS}")
+    open_tasks = [task for task in tasks if not any(line.startswith(f"task {task}: ") for line in evaluation.failures)]
+    evaluation.failures += [f"task {task}: not in {place.work / REQUESTS}" for task in open_tasks if task not in asked]
     with Console(stderr=True).status("metrics") as status:
-        found = evaluation.metrics([task for task in tasks if task in asked], file.scores, status.update)
+        found = evaluation.metrics([task for task in open_tasks if task in asked], file.scores, status.update)
     name = place.name or model_name(evaluation.config, place.checkpoint.resolve().name)
     made = evaluation.records(found, asked, file.source, name)
     records.append(out or place.work / "records.jsonl", made)
@@ -86,7 +85,7 @@ def run(
     out: Path | None,
     device: str | None,
     dtype: str | None,
-    batch_tokens: int,
+    batch_tokens: int | None,
 ) -> list[str]:
     """Runs a stage or all of them; one line for each task that could not be done."""
     config = load_config(place.checkpoint)
@@ -95,7 +94,7 @@ def run(
     if stage in ("all", "requests"):
         make_requests(evaluation, wanted, place)
     if stage in ("all", "score"):
-        make_scores(place, device, dtype, batch_tokens)
+        failures += make_scores(place, device, dtype, batch_tokens)
     if stage in ("all", "metrics"):
         make_metrics(evaluation, wanted, place, out)
     return failures

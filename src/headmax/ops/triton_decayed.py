@@ -325,8 +325,8 @@ def decay_kind(log_decay: Tensor | None) -> str:
 
 
 def shape_arguments(q: Tensor, layout: Layout) -> dict[str, Any]:
-    """What all kernels are specialised to."""
-    names = {"T": q.shape[1], "H": q.shape[2], "K": q.shape[3], "C": CHUNK}
+    """What all kernels are specialised to. Packed chunks say where they lie: a length would be one more reason to compile."""
+    names = {"T": 0 if layout.packed else q.shape[1], "H": q.shape[2], "K": q.shape[3], "C": CHUNK}
     return names | {"PACKED": layout.packed, "PRECISION": dot_precision(q.dtype)}
 
 
