@@ -6,7 +6,7 @@ PYTEST_FLAGS ?= -q
 BIN := .venv/bin
 CHECK_PYTHON := import sys; v = sys.version_info; v >= (3, 11) or sys.exit("headmax needs Python 3.11 or newer, $(PYTHON) is %d.%d" % v[:2] + "; name another: make PYTHON=python3.12")
 
-.PHONY: help setup demo test test-browser lint types test-gpu wheel clean
+.PHONY: help setup demo test test-browser pictures lint types test-gpu wheel clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,6 +29,14 @@ test: lint types ## lint, types and every test that needs no GPU, no browser and
 
 test-browser: setup ## open the report of headmax inspect in a headless Chromium
 	$(BIN)/python -m pytest -m browser $(PYTEST_FLAGS)
+
+pictures: setup runs/demo/report.html ## docs/images anew: the theory's experiments, and the demo's report in a headless Chromium
+	$(BIN)/headmax reproduce theory
+	cp runs/theory/*.svg docs/images
+	$(BIN)/python -m tests.analysis.browser runs/demo/report.html docs/images/report.png
+
+runs/demo/report.html:
+	$(MAKE) demo
 
 lint: setup ## ruff: rules and format
 	$(BIN)/ruff check

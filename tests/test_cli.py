@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from headmax import records
+from headmax.cli.app import commands, main
 from headmax.demo import recall as demo
 
 
@@ -15,16 +16,25 @@ def headmax(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-m", "headmax", *arguments], capture_output=True, text=True, check=False)
 
 
-COMMANDS = [[], ["recipes"], ["demo"], ["bench"], ["bench", "kernels"], ["bench", "train"], ["bench", "tune"], ["plan"], ["train"]]
-COMMANDS += [["data", "prepare"], ["bench", "decode"], ["generate"], ["inspect"], ["reproduce", "theory"], ["reproduce", "figures"]]
-COMMANDS += [["eval"], ["bench", "eval"], ["reproduce", "tables"]]
+COMMANDS = [[name] for name in commands([])]
+COMMANDS += [[name, member] for name, command in commands([]).items() if isinstance(command, tuple) for member in command[1]]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help(command: list[str]) -> None:
-    done = headmax(*command, "--help")
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_command_has_help(command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["headmax", *command, "--help"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 0
+    usage, about = capsys.readouterr().out.split("\n\n")[:2]
+    assert usage.startswith(f"usage: headmax {' '.join(command)} [-h]")
+    assert about.endswith("."), about
+
+
+def test_help_names_every_command() -> None:
+    done = headmax("--help")
     assert done.returncode == 0, done.stderr
-    assert "usage: headmax" in done.stdout
+    assert "{recipes,plan,demo,data,train,convert,generate,eval,inspect,bench,reproduce}" in done.stdout
 
 
 def test_recipes_lists_counts_and_states() -> None:

@@ -53,3 +53,4 @@ def test_the_code_of_the_guides_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     assert {"adapted", "packing"} <= set(run_guide("ecosystem.md"))
     assert [len(answer.tokens) for answer in run_guide("generation.md")["answers"]] == [5, 5, 5]
+    assert run_guide("choosing-gates.md")["after_norm"].read_position == "after_norm"

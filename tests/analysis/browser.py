@@ -1,4 +1,7 @@
-"""A headless Chromium, driven over its debugging pipe: no driver and no package beside the browser itself."""
+"""A headless Chromium, driven over its debugging pipe: no driver and no package beside the browser itself.
+
+python -m tests.analysis.browser REPORT.html PICTURE.png
+"""
 
 import base64
 import json
@@ -6,6 +9,8 @@ import os
 import select
 import shutil
 import subprocess
+import sys
+import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
@@ -19,12 +24,12 @@ class Browser:
 
     def __init__(self, profile: Path, width: int = 1400, height: int = 1000) -> None:
         assert BINARY, "install chromium"
-        flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--remote-debugging-pipe"]
+        flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--hide-scrollbars"]
         there, self.out = os.pipe()
         self.source, back = os.pipe()
         # Chromium reads commands from 3 and answers on 4.
         redirected = ["sh", "-c", f'exec "$@" 3</dev/fd/{there} 4>/dev/fd/{back}', "sh"]
-        command = [*redirected, BINARY, *flags, f"--user-data-dir={profile}", "about:blank"]
+        command = [*redirected, BINARY, *flags, "--remote-debugging-pipe", f"--user-data-dir={profile}", "about:blank"]
         self.process = subprocess.Popen(command, pass_fds=(there, back), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         os.close(there)
         os.close(back)
@@ -74,7 +79,7 @@ class Browser:
 
     def open(self, path: Path) -> None:
         """Returns when the report says that it is ready."""
-        self.call("Page.navigate", url=path.as_uri())
+        self.call("Page.navigate", url=path.resolve().as_uri())
         deadline = time.monotonic() + 60
         while self("document.documentElement?.dataset.ready ?? null") is None:
             assert time.monotonic() < deadline, "the page did not get ready"
@@ -116,3 +121,17 @@ class Browser:
         picture = self.call("Page.captureScreenshot")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(base64.b64decode(picture["data"]))
+
+
+def picture(report: Path, path: Path) -> None:
+    """The whole report as the guides show it: the write gate, and a token under the mouse."""
+    with tempfile.TemporaryDirectory() as profile, Browser(Path(profile), width=1240) as browser:
+        browser.open(report)
+        browser.key("w")
+        browser.size(1240, browser("document.documentElement.scrollHeight"))
+        browser.mouse('.t[data-i="36"]')
+        browser.shot(path)
+
+
+if __name__ == "__main__":
+    picture(*map(Path, sys.argv[1:]))

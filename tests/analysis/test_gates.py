@@ -9,7 +9,6 @@ from transformers import PreTrainedTokenizerFast
 from headmax import HeadGateConfig
 from headmax.analysis import gates
 from headmax.analysis.gates import Gate, Layer, Trace
-from headmax.layers.mixers.base import RecurrentMixer
 from tests.analysis.conftest import make_model
 
 
@@ -85,30 +84,6 @@ def test_the_comparison_is_that_of_all_pairs() -> None:
     assert gates.compare(first, Trace("c", ["x"] * 20, [permuted], "softmax", "query"))[0].agreement == pytest.approx(0, abs=1e-6)
     with pytest.raises(ValueError, match="a and d split the text into different tokens"):
         gates.compare(first, Trace("d", ["y"] * 20, [], "softmax", "query"))
-
-
-def test_nothing_is_kept_and_nothing_changes_unless_gates_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    import gc
-    import weakref
-
-    made: list[weakref.ref] = []
-    forward = RecurrentMixer.forward
-
-    def spied(self: RecurrentMixer, *arguments: object, **options: object) -> object:
-        output = forward(self, *arguments, **options)
-        made.extend(weakref.ref(gate) for gate in output.gates)
-        return output
-
-    monkeypatch.setattr(RecurrentMixer, "forward", spied)
-    model, ids = make_model().eval(), torch.randint(512, (2, 40))
-    with torch.no_grad():
-        off, on = model(ids, use_cache=False), model(ids, use_cache=False, return_gates=True)
-    gc.collect()
-    assert torch.equal(off.logits, on.logits)
-    assert off.gates is None
-    assert len(made) == 12
-    assert all(gate() is None for gate in made[:6])
-    assert all(gate() is not None for gate in made[6:])
 
 
 def test_checkpoint_in_trace_out(checkpoints: dict[str, Path]) -> None:

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from headmax import HeadGateConfig, cli
+from headmax import HeadGateConfig
 from headmax.analysis import gates, report
+from headmax.cli.checkpoints import inspect
 from tests.analysis.conftest import make_model
 
 
@@ -69,10 +70,10 @@ def test_inspect_writes_it(checkpoints: dict[str, Path], tmp_path: Path) -> None
 def test_inspect_says_what_is_missing(tmp_path: Path) -> None:
     make_model().save_pretrained(tmp_path / "model")
     with pytest.raises(ValueError, match="give the text with --text or --file, one of the two"):
-        cli.inspect(tmp_path / "model")
+        inspect(tmp_path / "model")
     with pytest.raises(ValueError, match="no tokenizer there that transformers can load"):
-        cli.inspect(tmp_path / "model", text="x")
+        inspect(tmp_path / "model", text="x")
     with pytest.raises(FileNotFoundError, match=r"no config\.json there"):
-        cli.inspect(tmp_path, text="x")
+        inspect(tmp_path, text="x")
     with pytest.raises(ValueError, match="--max-tokens must be at least 1, got 0"):
-        cli.inspect(tmp_path / "model", text="x", max_tokens=0)
+        inspect(tmp_path / "model", text="x", max_tokens=0)

@@ -31,7 +31,7 @@ def test_the_gates_entropy_falls_with_the_scores_size_unless_all_tie() -> None:
         assert (bits.diff() <= 1e-14).all(), name
         assert bits[0] == pytest.approx(3.0)
         torch.testing.assert_close(found.gates[name][-1], theory.limit_gate(scores), rtol=0, atol=1e-12)
-    assert float(found.entropy("drawn")[-1]) == pytest.approx(0, abs=1e-12)
+    assert float(found.entropy("no tie")[-1]) == pytest.approx(0, abs=1e-12)
     assert float(found.entropy("two tie")[-1]) == pytest.approx(1.0)
     assert float(found.entropy("all tie")[-1]) == pytest.approx(3.0)
 

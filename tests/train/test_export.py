@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from headmax import cli
+from headmax.cli.checkpoints import convert
+from headmax.cli.train import train_command
 from headmax.train.export import to_hf
 from headmax.train.trainer import fit
 from tests.train.small import Walks, model_config, train_config
@@ -30,7 +31,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.nn.Module
 
 def test_convert_writes_what_the_auto_classes_load(run: tuple[Path, torch.nn.Module], capsys: pytest.CaptureFixture[str]) -> None:
     folder, model = run
-    cli.convert(folder, to="hf")
+    convert(folder, to="hf")
     assert f"headmax: wrote {folder / 'hf'}" in capsys.readouterr().out
     loaded = AutoModelForCausalLM.from_pretrained(folder / "hf", trust_remote_code=False)
     assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), model.parameters(), strict=True))
@@ -39,14 +40,14 @@ def test_convert_writes_what_the_auto_classes_load(run: tuple[Path, torch.nn.Mod
     assert tokenizer("w3 w4 what").input_ids == [6, 7, 0]
     assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.decode([5, 6])) == ("<s>", "</s>", "w2 w3")
     with pytest.raises(ValueError, match="is not empty: give a new folder"):
-        cli.convert(folder, to="hf")
+        convert(folder, to="hf")
 
 
 def test_what_is_no_run_is_refused(run: tuple[Path, torch.nn.Module], tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="give the --out folder of headmax train"):
         to_hf(tmp_path, tmp_path / "hf")
     with pytest.raises(ValueError, match="convert --to fla needs a second folder"):
-        cli.convert(tmp_path, to="fla")
+        convert(tmp_path, to="fla")
 
 
 def test_every_field_is_an_option_and_the_recipe_its_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +71,7 @@ def test_every_field_is_an_option_and_the_recipe_its_default(tmp_path: Path, mon
         "cpu",
     ]
     arguments += ["--optim.lr", "5e-4", "--compute.micro-batch", "4", "--model.num-heads", "2", "--model.head-gate.kind", "sigmoid"]
-    tyro.cli(cli.train_command(arguments), args=[*arguments, "--task.num-pairs", "4"])
+    tyro.cli(train_command(arguments), args=[*arguments, "--task.num-pairs", "4"])
     config, model = seen["config"], seen["model"]
     assert (config.max_steps, config.checkpoint_every, config.seed, config.device) == (7, 3, 5, "cpu")
     assert (config.optim.lr, config.compute.micro_batch, config.optim.weight_decay) == (5e-4, 4, 0.0)

@@ -29,6 +29,7 @@ SETTINGS: dict[Any, Any] = {
     "legend.fontsize": 8,
     "legend.frameon": False,
     "lines.linewidth": 1.8,
+    "path.simplify_threshold": 0.5,
     "svg.fonttype": "none",
     "svg.hashsalt": "headmax",
 }

@@ -84,7 +84,7 @@ def theorem_1(heads: int = 8, seed: int = 0) -> Sharpening:
     tied[(best + 1) % heads] = tied[best]
     close = drawn.clone()
     close[(best + 1) % heads] = close[best] - 0.1
-    scores = {"drawn": drawn, "a close second (0.1 behind)": close, "two tie": tied, "all tie": torch.zeros_like(drawn)}
+    scores = {"no tie": drawn, "a close second (0.1 behind)": close, "two tie": tied, "all tie": torch.zeros_like(drawn)}
     factors = torch.cat([torch.zeros(1, dtype=torch.float64), torch.logspace(-1, 3, 200, dtype=torch.float64)])
     return Sharpening(factors, scores, {name: gate(s, factors) for name, s in scores.items()})
 

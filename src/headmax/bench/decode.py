@@ -14,6 +14,7 @@ from torch import Tensor
 
 from headmax import HeadmaxForCausalLM, recipes
 from headmax.bench.isolated import isolated
+from headmax.bench.terminal import line
 from headmax.bench.timing import Ceilings, median, paired, seconds
 from headmax.generate import GREEDY, Engine, PrefixState, Request
 from headmax.generate.sampling import Features
@@ -248,7 +249,7 @@ def through_generate(plan: Plan, make: Recorder) -> Iterator[Record]:
 def measure(plan: Plan) -> Iterator[Record]:
     """Everything one process measures, printed as it comes."""
     for record in _measure(plan):
-        print(line(record), flush=True)
+        print(line(record, width=58), flush=True)
         yield record
 
 
@@ -272,15 +273,6 @@ def _measure(plan: Plan) -> Iterator[Record]:
         for fed, largest, divergence in drift(softmax.model, tokens, torch.bfloat16, marks):
             case = f"{softmax.name} after {fed} tokens"
             yield make(case, "headmax", "bfloat16 state/logits apart", largest, "at most", KL=divergence)
-
-
-def line(record: Record) -> str:
-    text = f"{record.case:58} {record.impl:8} {record.metric:28} {record.value:10.4g} {record.unit}"
-    if "of the bandwidth" in record.extra:
-        text += f"   {record.extra['of the bandwidth']:.0%} of the bandwidth"
-    if "interval" in record.extra:
-        text += "   95% interval {:.4f} to {:.4f}".format(*record.extra["interval"])
-    return text
 
 
 def bench(plan: Plan, limit: float | None, say: Callable[[str], None]) -> list[Record]:

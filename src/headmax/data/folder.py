@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from headmax import durable
 from headmax.data.encoder import SPLITS
 from headmax.data.shards import INDEX, PROGRESS, STARTS, Index, Shard
 
@@ -44,32 +45,10 @@ class ShardWriter:
 
     def finish(self) -> Shard:
         for part, file in self.files.items():
-            file.flush()
-            os.fsync(file.fileno())
+            durable.sync(file)
             file.close()
             os.replace(file.name, self.folder / f"{self.name}.{part}")
         return Shard(self.name, self.counts["tokens"], self.counts["documents"], *(s.hexdigest() for s in self.sums.values()))
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """The file is the old one or the new one at any moment, and the new one after the return, whatever happens to the machine."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes names in a folder durable, where the system has a way to."""
-    with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 class FolderWriter:
@@ -89,12 +68,12 @@ class FolderWriter:
             raise ValueError(f"{out}: holds other files; choose a new or empty folder")
         complete = {name for name, _, _ in self.index.files()}
         with _writing(out):
-            write_atomically(out / PROGRESS, self.index.dump())
+            durable.write(out / PROGRESS, self.index.dump())
             for file in out.iterdir():
                 if SHARD_FILE.fullmatch(file.name) and file.name not in complete:
                     file.unlink()
             for name, content in files.items():
-                write_atomically(out / name, content)
+                durable.write(out / name, content)
 
     def add(self, split: str, tokens: np.ndarray, starts: np.ndarray) -> None:
         """More tokens of a split, and where in these documents begin."""
@@ -113,11 +92,11 @@ class FolderWriter:
         """Completes the shards begun; all inputs before `cursor` are in them or in earlier ones."""
         with _writing(self.out):
             made = {split: writer.finish() for split, writer in self.writers.items()}
-            sync_folder(self.out)
+            durable.sync_folder(self.out)
             self.writers.clear()
             splits = {split: (*shards, made[split]) if split in made else shards for split, shards in self.index.splits.items()}
             self.index = replace(self.index, splits=splits, cursor=cursor)
-            write_atomically(self.out / PROGRESS, self.index.dump())
+            durable.write(self.out / PROGRESS, self.index.dump())
 
     def close(self) -> None:
         """Leaves shards that are not complete; the next time they are begun anew."""
@@ -128,7 +107,7 @@ class FolderWriter:
         """Writes the index: the folder is complete."""
         with _writing(self.out):
             self.index = replace(self.index, cursor=None)
-            write_atomically(self.out / INDEX, self.index.dump())
+            durable.write(self.out / INDEX, self.index.dump())
             (self.out / PROGRESS).unlink()
             return self.index
 

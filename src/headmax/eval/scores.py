@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from headmax import durable
+
 FORMAT = "headmax scores 1"
 
 
@@ -90,5 +92,4 @@ class ScoreFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("ab") as file:
             file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
-            file.flush()
-            os.fsync(file.fileno())
+            durable.sync(file)

@@ -17,7 +17,7 @@ from headmax.eval import names, requests
 from headmax.eval.run import Evaluation, Settings, model_name
 from headmax.eval.score import REQUESTS, SCORES, find_tokenizer, score_folder
 from headmax.eval.scores import ScoreFile
-from headmax.models import HeadmaxConfig
+from headmax.generate.terminal import load_config
 
 Stage = Literal["all", "requests", "score", "metrics"]
 
@@ -31,12 +31,6 @@ class Place:
     work: Path
     name: str | None = None
     """Of the model in records."""
-
-    @property
-    def config(self) -> HeadmaxConfig:
-        if not (self.checkpoint / "config.json").is_file():
-            raise FileNotFoundError(f"{self.checkpoint}: no config.json there; give a folder that save_pretrained wrote")
-        return HeadmaxConfig.from_pretrained(self.checkpoint)
 
 
 def make_requests(evaluation: Evaluation, tasks: Sequence[str], place: Place) -> None:
@@ -94,7 +88,7 @@ def run(
     batch_tokens: int | None,
 ) -> list[str]:
     """Runs a stage or all of them; one line for each task that could not be done."""
-    config = place.config
+    config = load_config(place.checkpoint)
     wanted, failures = names.expand(tasks, config.vocab_size)
     evaluation = Evaluation(config, find_tokenizer(place.tokenizer), settings, failures)
     if stage in ("all", "requests"):

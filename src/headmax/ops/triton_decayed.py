@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headmax.ops.packing import CHUNK, Packing
-from headmax.ops.triton_channel import channel_decays, exact_score_gradients, exact_scores, running_sum
+from headmax.ops.triton_channel import channel_decays, chunk_steps, exact_score_gradients, exact_scores, running_sum
 from headmax.ops.triton_common import (
     Layout,
     causal_mask,
@@ -51,16 +51,23 @@ def prepare_kernel(
     H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, DECAY: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr,
     PACKED: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Everything of a chunk that depends on gates and decays. EXACT does those over again where a decay was not mild."""
+    """Everything of a chunk that depends on gates and decays. Chunks with a decay that is not mild are left to EXACT."""
     chunk, head = tl.program_id(0), tl.program_id(1)
     first, count = chunk_span(chunk, table, T, C, PACKED)
     index = chunk.to(tl.int64) * H + head
     if EXACT:
         if tl.load(mild + index) != 0:
             return
+    elif DECAY == "channel":
+        lowest = 0.0
+        for k_start in range(0, K, BK):
+            lowest = tl.minimum(lowest, tl.min(tl.sum(chunk_steps(log_decay, first, count, head, k_start, H, K, C, BK), 0), 0))
+        tl.store(mild + index, (lowest > -80.0).to(tl.int32))
+        if lowest <= -80.0:
+            return
     read = row_values(read_gate, first, count, head, H, C, READ)[:, None] * scale
     write = row_values(write_gate, first, count, head, H, C, WRITE)[:, None]
-    sums, all_mild = tl.zeros([C, C], tl.float32), 1
+    sums = tl.zeros([C, C], tl.float32)
     if DECAY != "channel":
         d, from_start, to_end, total = decay_matrix(log_decay, first, count, head, H, C, DECAY)
         tl.store(whole + index, total)
@@ -74,12 +81,11 @@ def prepare_kernel(
                 log_decay, first, count, head, k_start, H, K, C, BK, EXACT, PRECISION
             )
             if EXACT:
-                sums += exact_scores(gated_q, gated_k, step, count, C, BK)
+                sums += exact_scores(gated_q, gated_k, step, C, t_q.dtype, PRECISION)
             gated_q *= reads
             gated_k *= writes
             if not EXACT:
                 sums += tl.dot(gated_q.to(t_q.dtype), tl.trans(gated_k.to(t_k.dtype)), input_precision=PRECISION)
-                all_mild = all_mild * (tl.min(all_of_it, 0) > -80.0).to(tl.int32)
             columns = k_start + tl.arange(0, BK)
             tl.store(whole + index * K + columns, all_of_it, mask=columns < K)
             tl.store(half + index * K + columns, half_of_it, mask=columns < K)
@@ -93,8 +99,6 @@ def prepare_kernel(
         tl.store(p_w, gated_k.to(writing.dtype.element_ty), mask=inside)
     if DECAY == "channel":
         sums = tl.where(causal_mask(count, C), sums, 0.0)
-        if not EXACT:
-            tl.store(mild + index, all_mild)
     else:
         sums *= d * read * tl.trans(write)
     p_a, in_a = tile(scores, first, count, head, 0, H, C, C, C)
@@ -273,8 +277,8 @@ def query_key_gradients_kernel(
         if EXACT:
             step, reads, writes, whole, half = channel_decays(log_decay, first, count, head, k_start, H, K, C, BK, EXACT, PRECISION)
             gated_q, gated_k = t_q.to(tl.float32) * read, t_k.to(tl.float32) * write
-            more_q, more_k = exact_score_gradients(scores, gated_q, gated_k, step, count, C, BK)
-            each = g_q * as_read.to(tl.float32) - g_k * as_written.to(tl.float32) + more_q * gated_q - more_k * gated_k
+            more_q, more_k, each = exact_score_gradients(scores, gated_q, gated_k, step, C, t_q.dtype, PRECISION)
+            each += g_q * as_read.to(tl.float32) - g_k * as_written.to(tl.float32)
             leaves += kept * tl.exp(whole)
         else:  # in `each` the scores' share nearly cancels, which needs the very same rounded factors in both its terms
             rounded = scores.to(as_read.dtype)

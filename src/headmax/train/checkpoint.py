@@ -21,8 +21,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from headmax import durable
 from headmax.train.config import CheckpointConfig
-from headmax.train.durable import sync_folder, write_text
 from headmax.train.faults import TrainingError
 from headmax.train.parallel import World
 
@@ -64,10 +64,10 @@ class Checkpoints:
         """Once every rank has written (which the first one hears last): manifest, rename, and away with what is too old."""
         written.result()
         if self.world.main:
-            write_text(unfinished / PROGRESS, json.dumps(progress, indent=2))
-            write_text(unfinished / MANIFEST, json.dumps({"files": fingerprints(unfinished)}, indent=2))
+            durable.write(unfinished / PROGRESS, json.dumps(progress, indent=2))
+            durable.write(unfinished / MANIFEST, json.dumps({"files": fingerprints(unfinished)}, indent=2))
             unfinished.rename(target)
-            sync_folder(self.folder)
+            durable.sync_folder(self.folder)
             self._prune()
 
     def _prune(self) -> None:

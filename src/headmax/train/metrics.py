@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,8 +11,8 @@ from typing import Any
 
 import torch
 
+from headmax import durable
 from headmax.train.config import LogConfig
-from headmax.train.durable import write_text
 
 WINDOW, SPIKE, PEAK = 100, 5.0, 3.0
 STABILITY = {
@@ -33,7 +32,7 @@ class Log:
         self.trackers: list[TensorBoard | Wandb] = [TensorBoard(folder, after)] if config.tensorboard else []
         self.trackers += [Wandb(config.wandb, folder)] if config.wandb else []
         kept = "".join(json.dumps(line) + "\n" for line in read_lines(self.path) if line["step"] <= after)
-        write_text(self.path, kept)
+        durable.write(self.path, kept)
         self.file = self.path.open("a")
 
     def write(self, line: Line) -> None:
@@ -44,7 +43,7 @@ class Log:
 
     def sync(self) -> None:
         """To the disk, so that a checkpoint never knows more than the file."""
-        os.fsync(self.file.fileno())
+        durable.sync(self.file)
 
     def close(self) -> None:
         self.file.close()
@@ -139,7 +138,7 @@ def summarize(folder: Path) -> Line:
         "skipped_steps": [line["step"] for line in lines if line["skipped"]],
         "stability": {name: {"count": len(steps[name]), "steps": steps[name], "definition": text} for name, text in STABILITY.items()},
     }
-    write_text(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+    durable.write(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
     return summary
 
 

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from headmax import durable
 from headmax.data.source import Batch, Source
 from headmax.models import HeadmaxConfig, HeadmaxForCausalLM
 from headmax.train import checkpoint
 from headmax.train.checkpoint import Checkpoints
 from headmax.train.config import TrainConfig, decisive, flatten
-from headmax.train.durable import write_text
 from headmax.train.evaluate import balance, evaluate
 from headmax.train.faults import Interrupted, StopSignals, TrainingError, diagnose
 from headmax.train.feed import Feed, predicted, to
@@ -64,6 +64,25 @@ def fit(
             raise TrainingError(f"cannot go on with {out}: {error}") from error
 
 
+Moment = torch.cuda.Event | float
+"""On the clock of a device."""
+
+
+def now(device: torch.device) -> Moment:
+    """When the device has done all it has been asked for."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(first: Moment, second: Moment) -> float:
+    if isinstance(first, float) and isinstance(second, float):
+        return second - first
+    return first.elapsed_time(second) / 1e3  # type: ignore[union-attr, arg-type]
+
+
 @dataclass
 class Pending:
     """Numbers of a step on their way from the device: read a step later, they keep nothing waiting."""
@@ -72,25 +91,20 @@ class Pending:
     lr: float
     numbers: Tensor
     """Loss, norm of the gradient, whether the step was skipped, and on how many ranks a stop was asked for."""
-    arrived: torch.cuda.Event | float
-    """What tells that they are there; on a CPU, when they were."""
+    done: Moment
+    """When they are there."""
 
     @classmethod
     def send(cls, step: int, lr: float, numbers: list[Tensor]) -> Pending:
         stacked = torch.stack(numbers)
-        if stacked.device.type != "cuda":
-            return cls(step, lr, stacked, time.perf_counter())
-        host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True).copy_(stacked, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        return cls(step, lr, host, event)
+        if stacked.is_cuda:
+            stacked = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True).copy_(stacked, non_blocking=True)
+        return cls(step, lr, stacked, now(numbers[0].device))
 
-    def read(self) -> tuple[list[float], float]:
-        """The numbers, and when the step was done."""
-        if isinstance(self.arrived, float):
-            return self.numbers.tolist(), self.arrived
-        self.arrived.synchronize()
-        return self.numbers.tolist(), time.perf_counter()
+    def read(self) -> list[float]:
+        if isinstance(self.done, torch.cuda.Event):
+            self.done.synchronize()
+        return self.numbers.tolist()
 
 
 class Trainer:
@@ -119,13 +133,13 @@ class Trainer:
         self.log = Log(out, config.log, self.step) if world.main else None
         if world.main:
             config_json = {"model": model.to_dict(), "train": asdict(config), "data": source.identity}
-            write_text(out / "config.json", json.dumps(config_json, indent=2) + "\n")
+            durable.write(out / "config.json", json.dumps(config_json, indent=2) + "\n")
 
     def run(self) -> HeadmaxForCausalLM:
         pending: Pending | None = None
         first, end = self.step, self.config.steps
         with StopSignals() as self.signals:
-            self.clock = time.perf_counter()
+            self.clock = now(self.world.device)
             for batches in self.feed.steps(first, end):
                 loss = self.gradients(batches)
                 if pending is not None:
@@ -184,9 +198,9 @@ class Trainer:
 
     def finish(self, pending: Pending) -> None:
         """Reads a step's numbers, writes its line, and judges: stop on a signal, or after too many skipped steps."""
-        (loss, norm, skipped, asked), done = pending.read()
-        seconds, tokens = done - self.clock, self.config.batch_tokens
-        self.clock = done
+        loss, norm, skipped, asked = pending.read()
+        seconds, tokens = seconds_between(self.clock, pending.done), self.config.batch_tokens
+        self.clock = pending.done
         self.stop = self.stop or asked > 0
         line: Line = {"step": pending.step, "loss": loss, "grad_norm": norm, "lr": pending.lr, "tokens": pending.step * tokens}
         line |= {"skipped": skipped > 0, "time": time.time(), "seconds": seconds, "tokens_per_s": tokens / seconds}
@@ -196,7 +210,7 @@ class Trainer:
         every = self.config.eval.every
         if every and (pending.step % every == 0 or pending.step == self.config.steps):
             line |= self.measure()
-            self.clock = time.perf_counter()
+            self.clock = now(self.world.device)
         if self.log is not None:
             self.log.write(line)
             self.show(line)

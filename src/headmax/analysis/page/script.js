@@ -56,10 +56,10 @@
 
   // --- drawing ------------------------------------------------------------------------------------------------------------------
   const escaped = text => text.replace(/[&<>"]/g, c => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" })[c]);
-  /** A token as a span; the line breaks at its end come after it. */
+  /** A token as a span; spaces before a word come before it, so that a line can end there, and line breaks at its end after it. */
   function visible(text, token) {
-    const [, body, breaks] = text.match(/^([^]*?)(\n*)$/), shown = escaped(body).replace(/\n/g, "<i>↵</i>\n").replace(/\t/g, "<i>⇥</i>\t");
-    return `<span class="t" data-i="${token}">${shown + "<i>↵</i>".repeat(breaks.length) || "<i>∅</i>"}</span>${breaks}`;
+    const [, spaces, body, breaks] = text.match(/^((?: +(?=[^ \n]))?)([^]*?)(\n*)$/), shown = escaped(body).replace(/\n/g, "<i>↵</i>\n").replace(/\t/g, "<i>⇥</i>\t");
+    return `${spaces}<span class="t" data-i="${token}">${shown + "<i>↵</i>".repeat(breaks.length) || "<i>∅</i>"}</span>${breaks}`;
   }
   const plain = text => text.replace(/\n/g, "↵").replace(/\t/g, "⇥").replace(/ /g, "␣");
   function make(tag, properties = {}, ...children) {
@@ -111,20 +111,19 @@
       this.axis = make("p", { className: "axis quiet" });
       this.strips = make("div", { className: "strips" });
       const size = make("select", { className: "window", "aria-label": "Tokens in the map" });
-      for (const n of [0, 32, 64, 128, 256, 512]) if (n < COUNT) size.append(make("option", { value: n, textContent: n ? `${n} tokens around the selected one` : "whole text" }));
+      for (const n of [0, 32, 64, 128, 256, 512]) if (n < COUNT) size.append(make("option", { value: n, textContent: n ? `${n} tokens around it` : "whole text" }));
       size.onchange = () => update({ window: +size.value });
       this.size = size;
       const heading = (title, side) => make("header", {}, make("h2", { textContent: title }), side);
       this.root = make("section", { className: "pane", "aria-label": name },
         ...(alone ? [] : [make("h2", { className: "name", textContent: name })]),
-        make("section", { className: "card text" }, make("header", {}, this.heading, this.legend), this.words),
-        make("div", { className: "side" }, this.token, this.load),
-        make("section", { className: "card map" }, heading("What a query can reach", size),
+        make("div", { className: "column" }, make("section", { className: "card text" }, make("header", {}, this.heading, this.legend), this.words),
+          make("section", { className: "card layers" }, heading("Entropy over layers and positions",
+            make("span", { className: "quiet", textContent: "strong: one head takes all · pale: all share" })), this.strips), this.load),
+        make("div", { className: "column" }, this.token, make("section", { className: "card map" }, heading("What a query can reach", size),
           make("div", { className: "body" }, make("p", { className: "quiet", innerHTML:
             "C<sub>ij</sub> = Σ<sub>h</sub> read<sub>h</sub>(i) · write<sub>h</sub>(j): rows read, columns wrote. 1: both chose the same head; 1 / heads: no choice." }),
-            make("div", { className: "square" }, this.field, this.mark), this.axis, this.scale, this.readout)),
-        make("section", { className: "card layers" }, heading("Entropy over layers and positions",
-          make("span", { className: "quiet", textContent: "strong: one head takes all · pale: all share" })), this.strips));
+            make("div", { className: "square" }, this.field, this.mark), this.axis, this.scale, this.readout))));
       this.fill();
       this.rows();
       this.listen();
@@ -138,7 +137,7 @@
         const html = [];
         for (to = Math.min(COUNT, from + CHUNK); to < COUNT && to < from + 2 * CHUNK && !TOKENS[to - 1].endsWith("\n");) to++;  // a chunk starts a line
         for (let t = from; t < to; t++) html.push(visible(TOKENS[t], t));
-        const chunk = make("div", { className: "chunk", innerHTML: html.join("") });
+        const chunk = make("div", { className: "chunk", innerHTML: html.join("").replace(/^ (?=<)/, "") });
         chunk.dataset.from = from;
         this.words.append(chunk);
         this.spans.push(...chunk.children);
@@ -193,7 +192,7 @@
         range(gate.heads).map(h => `<span class="chip" style="${paint(h, 0.5)}">${h}</span><span class="track"><b style="width:${gate.load[h] * 100}%;background:var(--h${h % PALETTE})"></b><u style="left:${100 / gate.heads}%"></u></span>` +
           `<span>${fixed(gate.load[h])}</span><span>${gate.dead.has(h) ? '<span class="flag" title="less than a tenth of an even share">dead</span> ' : ""}${(gate.wins[h] * 100).toFixed(1)} %</span>`).join("") + "</div></div>" : "";
       this.load.innerHTML = "<header><h2>Load of the heads</h2><span class=quiet>line: an even share</span></header>" +
-        (this.layer ? part(this.layer.read, "Read") + part(this.layer.write, "Write") : this.missing());
+        (this.layer ? `<div class="gates">${part(this.layer.read, "Read")}${part(this.layer.write, "Write")}</div>` : this.missing());
     }
     legends() {
       const reach = state.colour === "reach";
@@ -289,7 +288,7 @@
     }
     /** Draws the strips a few at a time, so that the page answers meanwhile. */
     drawStrips(first = 0) {
-      const none = rgb("--well"), full = rgb("--accent"), begin = performance.now();
+      const none = rgb("--well"), full = rgb("--strong"), begin = performance.now();
       for (let n = first; n < this.canvases.length; n++) {
         const [canvas, gate] = this.canvases[n], bins = Math.min(COUNT, BINS), context = fit(canvas, bins, 1);
         for (let b = 0; b < bins; b++) {
@@ -400,7 +399,7 @@
     document.title = `${names.join(" vs ")} · head gates`;
     const heads = model.layers[0][model.layers[0].read ? "read" : "write"].heads;
     $("subtitle").textContent = DATA.models.length === 1
-      ? `${model.layers.length} layers of ${heads} heads with ${model.kind} gates; the read gate multiplies ${model.readPosition === "query" ? "the query" : "after the norm"}.`
+      ? `${model.layers.length} layers of ${heads} heads with ${model.kind} gates; the read gate acts ${model.readPosition === "query" ? "on the query" : "after the norm"}.`
       : "The same text through two checkpoints. Selections move together; heads are numbered independently in each.";
     const bar = " <small>|</small> ";
     const entropy = name => DATA.models.map(each => {

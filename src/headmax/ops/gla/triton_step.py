@@ -8,4 +8,4 @@ import triton.language as tl
 def gla_step(state, q, k, v, decay, read, write):
     """S ← diag(decay) S + (write k)^T v ;  o = (read q) S.  state [K, V], q, k and decay [K], v [V]; read and write are numbers."""
     state = decay[:, None] * state + (write * k)[:, None] * v[None, :]
-    return state, tl.sum((read * q)[:, None] * state, 0)
+    return state, read * tl.sum(q[:, None] * state, 0)
