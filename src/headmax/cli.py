@@ -11,6 +11,8 @@ from dataclasses import make_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from headmax.reproduce import command as reproduction
+
 
 def recipes() -> None:
     """List the recipes with parameter counts, gate parameters and the state carried per sequence."""
@@ -784,6 +786,8 @@ def main() -> None:
     reproduce.command(name="tables")(reproduce_tables)
     reproduce.command(name="theory")(reproduce_theory)
     reproduce.command(name="figures")(reproduce_figures)
+    reproduce.command(name="prepare")(reproduction.prepare)
+    reproduce.command(name="run")(reproduction.run)
     app.command(reproduce, name="reproduce")
     try:
         app.cli(prog="headmax", description="Softmax Linear Attention: a softmax over heads.")

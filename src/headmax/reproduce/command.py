@@ -1,0 +1,62 @@
+"""`headmax reproduce`: the commands that run the reproduction and write its page."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Literal
+
+Part = Literal["rates", "language", "placement", "heads", "scaling", "recall-rates", "recall"]
+
+
+def prepare(data: Path, /, eval_data: Path) -> None:
+    """Put requests and needles beside prepared tokens, for machines that have neither the tasks nor lm-eval.
+
+    Args:
+        data: the folder that `headmax data prepare` wrote.
+        eval_data: the folder with the tasks' files.
+    """
+    from rich.console import Console
+
+    from headmax.reproduce.prepare import prepare
+
+    with Console(stderr=True).status("requests") as status:
+        prepare(data, eval_data, status.update)
+    for name in ("requests.jsonl", "needles.npz"):
+        print(f"headmax: wrote {data / name}: {(data / name).stat().st_size / 2**20:.1f} MiB")
+
+
+def run(
+    parts: tuple[Part, ...],
+    /,
+    out: Path,
+    data: Path | None = None,
+    budget_seconds: float = float("inf"),
+    share: str = "0/1",
+    device: str | None = None,
+) -> None:
+    """Train and examine the models of these parts, one after the other, the most telling first; what is recorded is skipped.
+
+    Args:
+        parts: rates and recall-rates choose the learning rates that the others need.
+        out: the folder for records.jsonl and scores.jsonl.gz; called again, it goes on there.
+        data: the folder that `headmax reproduce prepare` completed; recall needs none.
+        budget_seconds: no run begins that would not end within so many seconds.
+        share: take the runs i, i + n, i + 2n, ... as i/n; for several processes on one GPU.
+        device: cpu or cuda; cuda where there is one.
+    """
+    from headmax.reproduce.run import execute
+
+    match = re.fullmatch(r"(\d+)/([1-9]\d*)", share)
+    if match is None or int(match[1]) >= int(match[2]):
+        raise ValueError(f"--share must be i/n with i below n, such as 0/4, got {share}")
+    left = execute(
+        parts,
+        data=data,
+        out=out,
+        budget=budget_seconds,
+        share=(int(match[1]), int(match[2])),
+        device=device,
+        say=lambda text: print(text, flush=True),
+    )
+    print(f"headmax: {out}: " + (f"{left} runs are left; the same command goes on with them" if left else "all runs are recorded"))
