@@ -114,13 +114,14 @@ def test_a_part_in_goes(prepared: Path, tmp_path: Path, monkeypatch: pytest.Monk
         assert metrics["training loss"].extra["curve"][-1][0] == 12 * 128 == metrics["validation loss"].extra["tokens"]
     assert set(by_run["softmax-gla-1x32", 0]["gate entropy"].extra["gates"]) == {"0/read", "0/write"}
 
-    scores = [(run.name, run.seed, tuned, file) for run, tuned, file in read_scores(out / "scores.jsonl.gz", tmp_path)]
-    assert len(scores) == len({row[:3] for row in scores}) == 8
-    for _, _, tuned, file in scores:
-        assert len(file.scores) == (2 if tuned else 3)
-    apart = {tuned: file.scores for name, seed, tuned, file in scores if (name, seed) == ("gla-1x32", 0)}
-    both = set(apart[True]) & set(apart[False])
-    assert any(apart[True][id].logprob != apart[False][id].logprob for id in both), "needles teach something"
+    asked = requests.read(prepared / "requests.jsonl")
+    scores = {(s.run.name, s.run.seed, s.tuned): s.by_id for s in read_scores(out / "scores.jsonl.gz", asked)}
+    assert len(scores) == 8
+    assert all(len(by_id) == (2 if tuned else 3) for (_, _, tuned), by_id in scores.items())
+    before, after = (scores["gla-1x32", 0, tuned] for tuned in (False, True))
+    assert any(before[id].logprob != after[id].logprob for id in after), "needles teach something"
+    with pytest.raises(ValueError, match="answers to other requests of wikitext"):
+        list(read_scores(out / "scores.jsonl.gz", asked | {"wikitext": asked["niah_single_1_1k"]}))
 
     _, said = go("language", prepared, out)
     assert said == ["4 of 4 runs are recorded already"]

@@ -20,6 +20,7 @@ from headmax.reproduce import needles, runs
 NEEDLE_SAMPLES = 40
 TASKS: dict[str, int | None] = {
     **dict.fromkeys(names.COMMONSENSE),
+    "hellaswag": 2500,
     "squad_completion": 400,
     **{name: NEEDLE_SAMPLES for name, (_, length) in names.NIAH.items() if length <= 4096},
 }

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import gzip
+import hashlib
 import json
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from headmax.eval import requests
 from headmax.eval.requests import Request
 from headmax.eval.score import REQUESTS, score
-from headmax.eval.scores import ScoreFile
+from headmax.eval.scores import Score, ScoreFile, Source
 from headmax.eval.scoring import Scorer
 from headmax.generate.terminal import load_tokenizer
 from headmax.models import HeadmaxForCausalLM
@@ -31,7 +32,7 @@ from headmax.train.metrics import read_lines
 from headmax.train.trainer import fit
 
 SCORES = "scores.jsonl.gz"
-"""For each model a line that says whose scores follow, then those of a score file."""
+"""In a run's folder."""
 NEEDLE_LR = 1e-3
 BATCH_TOKENS = 65_536
 """Of the prepared requests in one forward pass."""
@@ -84,32 +85,57 @@ class Examiner:
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         scorer = Scorer(copy.to(self.device, dtype), self.tokenizer, BATCH_TOKENS)  # type: ignore[arg-type]
         with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "scores.jsonl"
-            score(scorer, asked, ScoreFile(path), lambda *_: None)
-            text = json.dumps({"run": asdict(run), "tuned": tuned}) + "\n" + path.read_text()
-        self.out.mkdir(parents=True, exist_ok=True)
-        with (self.out / SCORES).open("ab", buffering=0) as file:
-            file.write(gzip.compress(text.encode()))
+            answered = ScoreFile(Path(folder) / "scores.jsonl")
+            score(scorer, asked, answered, lambda *_: None)
+        write_scores(self.out / SCORES, Scores(run, tuned, scorer.source, answered.scores), asked)
         number = sum(map(len, asked.values()))
         return self._record(run, "needles answered" if tuned else "requests answered", number, "requests", seconds=time.monotonic() - begun)
 
 
-def read_scores(path: Path, folder: Path) -> Iterator[tuple[Run, bool, ScoreFile]]:
-    """(run, whether it was trained on needles, scores) of a file of scores; `folder` is for files that are read one by one."""
-    run: Run | None = None
-    tuned, lines = False, list[str]()
+@dataclass(frozen=True)
+class Scores:
+    """What one model answered."""
 
-    def made() -> Iterator[tuple[Run, bool, ScoreFile]]:
-        if run is not None:
-            (folder / "scores.jsonl").write_text("".join(lines))
-            yield run, tuned, ScoreFile(folder / "scores.jsonl")
+    run: Run
+    tuned: bool
+    """Whether it was trained on needles."""
+    source: Source
+    by_id: dict[str, Score]
 
+
+def digest(asked: Sequence[Request]) -> str:
+    return hashlib.sha256("".join(request.id for request in asked).encode()).hexdigest()[:16]
+
+
+def write_scores(path: Path, scores: Scores, asked: Mapping[str, Sequence[Request]]) -> None:
+    """Appends a member to a gzip file: a line that says whose scores follow, then a line a task, its scores in the requests' order."""
+    header = {"run": asdict(scores.run), "tuned": scores.tuned, "source": asdict(scores.source)}
+    lines = [header]
+    lines += [{"task": t, "requests": digest(wanted), "scores": [_row(scores.by_id[r.id]) for r in wanted]} for t, wanted in asked.items()]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab", buffering=0) as file:
+        file.write(gzip.compress("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines).encode()))
+
+
+def read_scores(path: Path, asked: Mapping[str, Sequence[Request]]) -> Iterator[Scores]:
+    """What `write_scores` wrote, model by model, if it was these requests that were answered."""
+    made: Scores | None = None
     with gzip.open(path, "rt") as file:
-        for line in file:
-            if line.startswith('{"run"'):
-                yield from made()
-                header = json.loads(line)
-                run, tuned, lines = Run(**header["run"]), header["tuned"], []
-            else:
-                lines.append(line)
-    yield from made()
+        for line in map(json.loads, file):
+            if "run" in line:
+                if made is not None:
+                    yield made
+                made = Scores(Run(**line["run"]), line["tuned"], Source(**line["source"]), {})
+                continue
+            wanted = asked.get(line["task"], [])
+            if digest(wanted) != line["requests"]:
+                raise ValueError(f"{path}: answers to other requests of {line['task']} than {REQUESTS} has now")
+            assert made is not None
+            made.by_id.update({r.id: Score(r.id, *row) for r, row in zip(wanted, line["scores"], strict=True)})
+    if made is not None:
+        yield made
+
+
+def _row(score: Score) -> list[Any]:
+    """A score without its id."""
+    return [None, None, score.text] if score.logprob is None else [round(score.logprob, 4), score.hits]
