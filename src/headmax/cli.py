@@ -788,6 +788,8 @@ def main() -> None:
     reproduce.command(name="figures")(reproduce_figures)
     reproduce.command(name="prepare")(reproduction.prepare)
     reproduce.command(name="run")(reproduction.run)
+    reproduce.command(name="collect")(reproduction.collect)
+    reproduce.command(name="report")(reproduction.report)
     app.command(reproduce, name="reproduce")
     try:
         app.cli(prog="headmax", description="Softmax Linear Attention: a softmax over heads.")

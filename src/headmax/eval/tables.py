@@ -66,7 +66,12 @@ class Grid:
 
 
 def render(files: Sequence[Path], scale: str, form: Literal["markdown", "latex"]) -> str:
-    """All three tables; of several records for one model and cell the last counts."""
+    """All three tables."""
+    return "\n".join(grid.markdown() if form == "markdown" else grid.latex() for grid in grids(files, scale))
+
+
+def grids(files: Sequence[Path], scale: str) -> list[Grid]:
+    """The three tables; of several records for one model and cell the last counts."""
     ours: dict[tuple[str, str, str], Found] = defaultdict(dict)
     for file in files:
         if file != RECORDS and not file.is_file():
@@ -74,8 +79,7 @@ def render(files: Sequence[Path], scale: str, form: Literal["markdown", "latex"]
         for r in records.read(file):
             if r.suite == "eval":
                 ours[r.extra["model"], r.case, r.metric][r.extra.get("run", {}).get("seed")] = r
-    grids = [_grid(table, ours, scale) for table in PAPER["tables"]]
-    return "\n".join(grid.markdown() if form == "markdown" else grid.latex() for grid in grids)
+    return [_grid(table, ours, scale) for table in PAPER["tables"]]
 
 
 def _grid(table: dict[str, Any], ours: Mapping[tuple[str, str, str], Found], scale: str) -> Grid:
@@ -91,11 +95,11 @@ def _grid(table: dict[str, Any], ours: Mapping[tuple[str, str, str], Found], sca
         """What we found, and by how much it differs from the backbone."""
         found, base = ([ours.get((f"{name}-{scale}", c["task"], c["metric"]), {}) for c in columns] for name in (model, backbone))
         cells = [_ours(one, column, digits, notes) for one, column in zip(found, columns, strict=True)]
-        grid.rows.append([title, f"ours, {scale}", *cells, *([_spread(_averages(table, found), digits)] * table["average"])])
+        grid.rows.append([title, f"ours, {scale}", *cells, *([spread(_averages(table, found), digits)] * table["average"])])
         if model != backbone:
             values, others = ([*map(_values, part), *[_averages(table, part)] * table["average"]] for part in (found, base))
             pairs = zip(values, others, strict=True)
-            grid.rows.append(["", "ours Δ", *(_spread({s: a[s] - b[s] for s in a if s in b}, digits, "+") for a, b in pairs)])
+            grid.rows.append(["", "ours Δ", *(spread({s: a[s] - b[s] for s in a if s in b}, digits, "+") for a, b in pairs)])
 
     for row, title in PAPER["models"].items():
         backbone = row.removeprefix("softmax-")
@@ -137,7 +141,7 @@ def _signed(value: float, digits: int) -> str:
     return f"{value:+.{digits}f}".replace("-", "−")
 
 
-def _spread(values: Mapping[int | None, float], digits: int, sign: Literal["", "+"] = "") -> str:
+def spread(values: Mapping[int | None, float], digits: int, sign: Literal["", "+"] = "") -> str:
     """The mean over seeds, with its spread if there are several."""
     if not values:
         return ""
@@ -150,7 +154,7 @@ def _ours(found: Found, column: dict[str, Any], digits: int, notes: dict[str, No
         return ""
     values, last = _values(found), list(found.values())[-1]
     factor = 100 if last.unit == "fraction" else 1
-    text, errors = _spread(values, digits), [r.extra["stderr"] * factor for r in found.values() if r.extra["stderr"] is not None]
+    text, errors = spread(values, digits), [r.extra["stderr"] * factor for r in found.values() if r.extra["stderr"] is not None]
     if errors:
         text += f" ± {errors[0]:.{digits}f}" * (len(values) == 1)
         if column["chance"] is not None and abs(mean(values.values()) - column["chance"]) <= ERRORS * mean(errors):

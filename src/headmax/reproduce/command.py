@@ -60,3 +60,30 @@ def run(
         say=lambda text: print(text, flush=True),
     )
     print(f"headmax: {out}: " + (f"{left} runs are left; the same command goes on with them" if left else "all runs are recorded"))
+
+
+def collect(outs: tuple[Path, ...], /, data: Path, eval_data: Path) -> None:
+    """Add what runs brought home to the repository's records: benchmarks/results/reproduction.jsonl and eval.jsonl.
+
+    Args:
+        outs: folders that `headmax reproduce run` wrote.
+        data: the folder that `headmax reproduce prepare` completed.
+        eval_data: the folder with the tasks' files.
+    """
+    from headmax.reproduce.collect import collect
+
+    print(f"headmax: {collect(list(outs), data, eval_data, print)} new records")
+
+
+def report(page: Path = Path("docs/reproduction.md"), results: Path | None = None) -> None:
+    """Write the page of the reproduction and its pictures from records; what is missing is said to be missing.
+
+    Args:
+        page: the file to write; pictures go beside it, into images/reproduction.
+        results: a folder with records (.jsonl); those of the repository unless given.
+    """
+    from headmax import records
+    from headmax.reproduce.report import write
+
+    write(page, results or records.RESULTS)
+    print(f"headmax: wrote {page}")
