@@ -261,6 +261,20 @@ def efficiency(results: Results) -> Lines:
             yield f"- {record.case}: {what} with gates over {what} without: {record.value:.3f}{between}."
 
 
+def again(results: Results) -> Lines:
+    yield "```"
+    yield "headmax data prepare TEXT... --valid TEXT... --max-tokens 21M --out DATA    # tokens to train on"
+    yield "headmax reproduce prepare DATA --eval-data TASKS                           # what the tasks ask, and needles; needs lm-eval"
+    yield "headmax reproduce run rates language placement heads scaling --data DATA --out OUT --budget-seconds 540"
+    yield "headmax reproduce run recall-rates --out OUT && headmax reproduce run recall --out OUT"
+    yield "headmax reproduce collect OUT --data DATA --eval-data TASKS                # into benchmarks/results; needs lm-eval"
+    yield "headmax reproduce report"
+    yield "```"
+    yield "`run` needs torch, transformers and minutes of a GPU. It takes all of one seed before the next, begins no run that would not end"
+    yield "within `--budget-seconds`, and called again goes on with what neither OUT nor the repository has a record of. Recall models are"
+    yield "too small to fill a GPU: let several processes take a `--share` each."
+
+
 def full_scale(results: Results) -> Lines:
     yield "On 8 GPUs, after `headmax data prepare` as in [data](data.md); `headmax plan RECIPE --gpu h100` says how long each takes."
     yield ""
@@ -332,6 +346,7 @@ SECTIONS: dict[str, Callable[[Results], Lines]] = {
     "Stability": stability,
     "Gates": gates,
     "Efficiency": efficiency,
+    "Again": again,
     "At the paper's scale": full_scale,
 }
 FIGURES = {
