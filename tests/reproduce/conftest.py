@@ -4,11 +4,13 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from headmax import records
-from headmax.data.prepare import PrepareConfig, prepare
+from headmax.data.folder import ShardWriter
+from headmax.data.shards import FORMAT, INDEX, Index
 from headmax.reproduce import run, runs
 from headmax.reproduce.runs import Run
 from tests.eval.conftest import data_dir as eval_data
@@ -19,17 +21,17 @@ __all__ = ["eval_data", "one_thread", "tokenizer"]
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Path:
-    folder = tmp_path_factory.mktemp("reproduce")
-    tokenizer.save_pretrained(folder / "tokenizer")
-    rng = random.Random(0)
-    for name, documents in (("train", 400), ("valid", 40)):
-        texts = (" ".join(sentence(rng, 12) for _ in range(10)) for _ in range(documents))
-        (folder / f"{name}.txt").write_text("\n<|doc|>\n".join(texts))
-    config = PrepareConfig(
-        (str(folder / "train.txt"),), (str(folder / "valid.txt"),), tokenizer=str(folder / "tokenizer"), document_token="<s>"
-    )
-    prepare(config, folder / "data", workers=1)
-    return folder / "data"
+    folder = tmp_path_factory.mktemp("data")
+    tokenizer.save_pretrained(folder)
+    rng, splits = random.Random(0), {}
+    for split, documents in (("train", 400), ("valid", 40)):
+        writer = ShardWriter(folder, f"{split}-00000", np.dtype(np.uint16))
+        for _ in range(documents):
+            writer.add(np.array([0, *tokenizer.encode(" ".join(sentence(rng, 12) for _ in range(10)))]), np.array([0]))
+        splits[split] = (writer.finish(),)
+    index = Index(FORMAT, "test", "uint16", len(tokenizer), 0, "", {}, splits)
+    (folder / INDEX).write_bytes(index.dump())
+    return folder
 
 
 def tiny(seed: int) -> Iterator[Run]:

@@ -28,11 +28,12 @@ def loss(run: Run) -> float:
     return 4.0 + 0.1 * run.seed - 0.01 * len(run.size) + effect + wobble + (run.lr or 0.0)
 
 
-def made(run: Run) -> list[records.Record]:
-    make = Recorder("reproduction", "cpu")
+MAKE = Recorder("reproduction", "cpu")
 
+
+def made(run: Run) -> list[records.Record]:
     def record(metric: str, value: float, **extra: Any) -> records.Record:
-        return make(run.name, "headmax", metric, value, "", run.seed, run=asdict(run), **extra)
+        return MAKE(run.name, "headmax", metric, value, "", run.seed, run=asdict(run), **extra)
 
     gates = {f"{n}/{gate}": {"entropy": 0.9, "share": [0.4, 0.2, 0.2, 0.2], "dead": []} for n in range(6) for gate in ("read", "write")}
     accuracy = {"softmax": 0.8, "plain": 0.3}.get(run.variant, 0.8 - 0.1 * run.seed)
