@@ -151,10 +151,11 @@ def test_a_run_whose_end_is_out_of_reach_is_given_up(monkeypatch: pytest.MonkeyP
 def test_expected_time_is_that_of_another_seed() -> None:
     make = Recorder("reproduction", "cpu")
     done = [
-        make("", "headmax", "seconds", value, "s", run=asdict(run)) for run, value in ((Run("gla"), 20.0), (Run("retnet", steps=64), 8.0))
+        make("", "headmax", "seconds", value, "s", run=asdict(run))
+        for run, value in ((Run("gla"), 20.0), (Run("retnet", steps=runs.STEPS // 8), 8.0))
     ]
     assert Clock(1).expects(Run("gla", seed=2), done, make.device) == pytest.approx(22.0)
-    assert Clock(1).expects(Run("gdn"), done, make.device) == pytest.approx(1.1 * (20 + 80) / 2)
+    assert Clock(1).expects(Run("gdn"), done, make.device) == pytest.approx(1.1 * (20 + 64) / 2)
     assert Clock(1).expects(Run("gla", seed=2), done, "another") == 0.0
 
 

@@ -15,7 +15,7 @@ from headmax.train import CheckpointConfig, ComputeConfig, EvalConfig, OptimConf
 
 LENGTH, BATCH = 2048, 16
 """Tokens of a sequence and sequences of a step, for language models."""
-STEPS, RATE_STEPS, NEEDLE_STEPS, RECALL_STEPS = 640, 200, 100, 2000
+STEPS, RATE_STEPS, NEEDLE_STEPS, RECALL_STEPS = 512, 160, 100, 2000
 RATES = {"text": (1e-3, 2e-3, 4e-3), "recall": (1e-3, 3e-3, 1e-2)}
 """Learning rates that the plain model of each backbone tries."""
 SEEDS = (0, 1, 2)
@@ -38,6 +38,8 @@ SIZES = ("4x256", "6x512", "10x768")
 """Layers x hidden size. The middle one, that of most runs, has 20M parameters beside 16M of embeddings."""
 HEADS = (4, 8, 16)
 PAIRS, RECALL_HEADS, RECALL_VOCAB = (16, 32, 64), (2, 4, 8), 256
+NO_CHECKPOINT = CheckpointConfig(final=False)
+"""Models are examined where they were trained, and their runs too short to be gone on with."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ class Run:
         task = self.task()
         if task is not None:
             config = recall_training(task, steps=self.steps, seed=self.seed, lr=lr, eval_every=100)
-            return replace(config, checkpoint_every=0, compute=replace(config.compute, compile=False))
+            return replace(config, checkpoint_every=0, checkpoint=NO_CHECKPOINT, compute=replace(config.compute, compile=False))
         return text_training(self.steps, self.seed, lr)
 
 
@@ -126,7 +128,7 @@ def text_training(steps: int, seed: int, lr: float) -> TrainConfig:
         optim=OptimConfig(lr=lr),
         schedule=ScheduleConfig(warmup_tokens=steps // 10 * tokens, start_lr=0.03 * lr, final_lr=0.03 * lr),
         compute=ComputeConfig(micro_batch=BATCH),
-        checkpoint=CheckpointConfig(keep_last=1),
+        checkpoint=NO_CHECKPOINT,
         eval=EvalConfig(every=max(1, steps // 4), sequences=8 * BATCH),
     )
 

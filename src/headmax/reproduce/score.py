@@ -80,7 +80,8 @@ class Examiner:
     def _score(self, run: Run, model: HeadmaxForCausalLM, asked: Mapping[str, Sequence[Request]], *, tuned: bool) -> Record:
         """Appends the answers to the file of scores."""
         begun = time.monotonic()
-        copy = HeadmaxForCausalLM(model.config)  # not compiled: there are too many shapes
+        with self.device:
+            copy = HeadmaxForCausalLM(model.config)  # not compiled: there are too many shapes
         copy.load_state_dict(model.state_dict())
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         scorer = Scorer(copy.to(self.device, dtype), self.tokenizer, BATCH_TOKENS)  # type: ignore[arg-type]

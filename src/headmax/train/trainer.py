@@ -140,7 +140,8 @@ class Trainer:
                 if self.stop or self.step == end or self.due(self.config.checkpoint_every) or self.due(self.config.eval.every):
                     self.finish(pending)
                     pending = None
-                    if self.stop or self.step == end or self.due(self.config.checkpoint_every):
+                    done = self.step == end and self.config.checkpoint.final
+                    if self.stop or done or self.due(self.config.checkpoint_every):
                         self.save()
                 if self.stop and self.step < end:
                     self.checkpoints.close()
