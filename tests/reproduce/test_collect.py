@@ -45,6 +45,6 @@ def test_the_whole_way(data: Path, eval_data: Path, tmp_path: Path, monkeypatch:
 
     assert collect(outs, data, eval_data, lambda text: None) == 0, "nothing is added twice"
     assert Results(results).seeds("wikitext word_perplexity", asked[1]).keys() == {0, 1}
-    text = report.render(Results(results), lambda name: False)
+    text = report.render(Results(results))
     assert "### Needles in a haystack" in text
     assert "2 of 2 runs are recorded" in text

@@ -19,6 +19,8 @@ from headmax.reproduce.needles import NeedleRows
 from headmax.reproduce.run import Clock, OutOfTime, chosen, execute
 from headmax.reproduce.runs import KINDS, LINEAR, PARTS, SEEDS, Run
 from headmax.reproduce.score import read_scores
+from headmax.train.faults import TrainingError
+from tests.test_cli import headmax
 
 
 def test_the_list_of_runs() -> None:
@@ -134,6 +136,29 @@ def test_recall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert go("recall", None, tmp_path)[0] == 0
     found = {(r.extra["run"]["variant"], r.metric): r.value for r in records.read(tmp_path / "records.jsonl")}
     assert all(0 <= found[kind, "mean accuracy over training"] <= 1 for kind in KINDS)
+
+
+@pytest.mark.usefixtures("small")
+def test_a_run_that_fails_is_a_result(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def diverge(*_: Any) -> None:
+        raise TrainingError("stopped at step 3")
+
+    monkeypatch.setattr(module, "train", diverge)
+    monkeypatch.setitem(runs.PARTS, "rates", lambda seed: Run("gla", size="1x32").rates() if seed == 0 else [])
+    assert go("rates", prepared, tmp_path)[0] == 0
+    found = list(records.read(tmp_path / "records.jsonl"))
+    assert [(r.metric, r.extra.get("error")) for r in found] == [("failed", "stopped at step 3"), ("seconds", None)] * 2
+    assert chosen(Run("gla", size="1x32"), found) == 1e-3
+
+
+def test_bad_arguments_give_one_clear_line(tmp_path: Path) -> None:
+    for arguments, said in (
+        (("recall", "--out", str(tmp_path), "--share", "2/2"), "--share must be i/n with i below n, such as 0/4, got 2/2"),
+        (("rates", "--out", str(tmp_path)), "--data must name a folder that `headmax reproduce prepare` completed"),
+    ):
+        done = headmax("reproduce", "run", *arguments)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+        assert said in done.stderr
 
 
 def test_a_run_whose_end_is_out_of_reach_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -359,18 +359,23 @@ FIGURES = {
 """Of analysis/figures.py, by section."""
 
 
-def render(results: Results, images: Callable[[str], bool]) -> str:
-    """The page; `images` draws a figure and says whether there was anything to draw."""
+def render(results: Results) -> str:
+    """The page. Its pictures are those of analysis/figures.py that have records."""
     lines = ["# Reproduction", "", *INTRODUCTION, ""]
     for title, section in SECTIONS.items():
         lines += [f"## {title}", "", *section(results), ""]
-        for figure, name in ((figures.FIGURES[name], name) for name in FIGURES.get(title, ())):
+        for name in FIGURES.get(title, ()):
+            figure = figures.FIGURES[name]
+            drawn = f"![{figure.title}]({IMAGES}/{name}.png)"
             missing = f"Figure, {figure.title}: {MISSING}. What makes its records: {figure.needs}."
-            lines += [f"![{figure.title}]({IMAGES}/{name}.png)" if images(name) else missing, ""]
+            lines += [drawn if figures.collect(figure, results.records)[0] else missing, ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
 def write(page: Path, folder: Path) -> None:
     """The page and its pictures, from the records in a folder."""
     results = Results(folder)
-    page.write_text(render(results, lambda name: bool(figures.draw(name, page.parent / IMAGES, results.records))))
+    page.write_text(render(results))
+    for names in FIGURES.values():
+        for name in names:
+            figures.draw(name, page.parent / IMAGES, results.records)

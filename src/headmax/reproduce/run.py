@@ -33,7 +33,7 @@ RESULTS = records.RESULTS / "reproduction.jsonl"
 """Runs that the repository holds."""
 DONE = "seconds"
 """The last record of a run."""
-POINTS = 64
+POINTS = 32
 """Of a recorded loss curve."""
 MARGIN = 1.1
 """On what a run is expected to take."""
@@ -187,23 +187,24 @@ def execute(
     place, file = find_device(device), out / "records.jsonl"
     clock, make = Clock(budget), Recorder(SUITE, place)
     examiner = Examiner(data, out, make, place)
-    wanted = runs(parts)[share[0] :: share[1]]
-    left = [run for run in wanted if run not in finished(recorded([RESULTS, file]))]
+    wanted, done = runs(parts)[share[0] :: share[1]], finished(recorded([RESULTS, file]))
+    left = [run for run in wanted if run not in done]
     say(f"{len(wanted) - len(left)} of {len(wanted)} runs are recorded already")
     while left:
         run, found = left[0], recorded([RESULTS, file])
         lr = chosen(run, found)
         if clock.expects(run, found, make.device) > clock.left:
             break
-        begun = time.monotonic()
+        begun, made = time.monotonic(), list[Record]()
         with tempfile.TemporaryDirectory() as folder:
             try:
                 model = train(run, lr, data, Path(folder), place.type, clock.watch(run.steps))
-                made = [*describe(run, lr, Path(folder), model, make), *examiner(run, model)]
+                made += describe(run, lr, Path(folder), model, make)
+                made += examiner(run, model)
             except OutOfTime:
                 break
             except TrainingError as error:  # a model that cannot be trained is a result
-                made = [make(run.name, "headmax", "failed", 1, "runs", run.seed, run=asdict(run), error=str(error))]
+                made.append(make(run.name, "headmax", "failed", 1, "runs", run.seed, run=asdict(run), error=str(error)))
         seconds = time.monotonic() - begun
         records.append(file, [*made, make(run.name, "headmax", DONE, seconds, "s", run.seed, run=asdict(run))])
         left.pop(0)
