@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 Part = Literal["rates", "language", "placement", "heads", "scaling", "recall-rates", "recall"]
 
@@ -47,6 +47,8 @@ def run(
     """
     from headmax.reproduce.run import execute
 
+    if not parts:
+        raise ValueError(f"name at least one part: {', '.join(get_args(Part))}")
     match = re.fullmatch(r"(\d+)/([1-9]\d*)", share)
     if match is None or int(match[1]) >= int(match[2]):
         raise ValueError(f"--share must be i/n with i below n, such as 0/4, got {share}")
