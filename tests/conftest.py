@@ -18,8 +18,12 @@ settings.load_profile("default")
 
 
 @pytest.fixture
-def untuned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """flash-linear-attention's kernels with the first tiles they would try: the results are those of any, and none is timed for minutes."""
-    autotuner = pytest.importorskip("triton.runtime.autotuner")
+def plain_fla(monkeypatch: pytest.MonkeyPatch) -> None:
+    """flash-linear-attention's kernels with the first tiles they would try, so that none is timed for minutes, and all bits of float32: by
+    default their products keep 11 bits of it, and the delta rule's triangular inverse does so whatever is asked."""
+    autotuner, language = pytest.importorskip("triton.runtime.autotuner"), pytest.importorskip("triton.language")
+    chunk = pytest.importorskip("fla.ops.gated_delta_rule.chunk_fwd")
     prune = autotuner.Autotuner.prune_configs
     monkeypatch.setattr(autotuner.Autotuner, "prune_configs", lambda self, kwargs: prune(self, kwargs)[:1])
+    monkeypatch.setenv("TRITON_F32_DEFAULT", "ieee")
+    monkeypatch.setattr(chunk, "SOLVE_TRIL_DOT_PRECISION", language.constexpr("ieee"))

@@ -92,12 +92,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(params=["one", "few", "many"])
-def rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Sequences in a batch, as many as each way of multiplying is for; the last is for many but works for any number."""
-    if request.param == "many":
-        monkeypatch.setattr(triton_linear, "FEW_ROWS", 0)
-    return 1 if request.param == "one" else 3
+@pytest.fixture(params=[1, 3])
+def rows(request: pytest.FixtureRequest) -> int:
+    """Sequences in a batch: one, and more than that, are multiplied in two ways."""
+    return request.param
 
 
 @here

@@ -176,15 +176,12 @@ def test_our_ops_against_their_naive_functions() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("untuned")
+@pytest.mark.usefixtures("plain_fla")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("kind", "settings"), [*KINDS.items()])
 @torch.no_grad()
-def test_their_model_and_ours_have_the_same_logits_on_a_gpu(
-    kind: str, settings: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_their_model_and_ours_have_the_same_logits_on_a_gpu(kind: str, settings: dict[str, Any], dtype: torch.dtype) -> None:
     """Prefill of 150 tokens and eight steps from the cache, theirs on their kernels, ours on ours."""
-    monkeypatch.setenv("TRITON_F32_DEFAULT", "ieee")  # else their float32 products keep 11 bits
     settings = settings | {"hidden_size": 256, "feature_map": None} if kind == "RetNet" else settings | {"hidden_size": 256}
     theirs = their_model(kind, **settings).cuda().to(dtype).eval()
     config = config_from_fla(theirs.config.to_dict())

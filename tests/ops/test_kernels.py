@@ -260,7 +260,7 @@ def test_fla_is_refused_where_it_cannot_run(name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("untuned")
+@pytest.mark.usefixtures("plain_fla")
 @pytest.mark.parametrize("name", SPECS)
 def test_fla_behind_our_signature(name: str) -> None:
     pytest.importorskip("fla")

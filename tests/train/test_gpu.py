@@ -1,5 +1,6 @@
 """The trainer on a GPU: the same steps as on a CPU, nothing that waits for the device, and numbers that are read a step later."""
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from headmax.train.metrics import read_lines
 from headmax.train.trainer import Trainer
 from tests.train.small import Walks, checkpoints, losses, parameters, poisoned
 from tests.train.small import train as train_small
+from tests.waiting import no_waiting
 
 pytestmark = pytest.mark.gpu
 
@@ -54,11 +56,8 @@ def test_nothing_in_a_step_waits_for_the_device(separate: bool, tmp_path: Path, 
         method = getattr(Trainer, name)
 
         def checked(self: Trainer, *arguments: Any) -> Any:
-            torch.cuda.set_sync_debug_mode("error" if self.step > 1 else "default")  # kernels and optimizer are set up in the first
-            try:
+            with no_waiting() if self.step > 1 else contextlib.nullcontext():  # kernels and optimizer are set up in the first
                 return method(self, *arguments)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
 
         monkeypatch.setattr(Trainer, name, checked)
 

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headmax.layers.rotary import Rotary
+from headmax.layers.triton_launch import after_the_last, early
 from headmax.ops.gated_delta_rule.triton_step import gated_delta_rule_step
 from headmax.ops.gla.triton_step import gla_step
 from headmax.ops.linear_attention.triton_step import linear_attention_step
@@ -46,23 +47,26 @@ def feature(x, inside, FEATURE: tl.constexpr):
 
 
 @triton.jit
-def own_gate(
-    scored, weight, head, temperature, scale,
-    H: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """This head's gate: scores of all heads, from their queries or keys where there is a weight, else as they were projected."""
+def score_terms(scored, weight, H: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr):
+    """What sums up to all heads' scores: from their queries or keys [BH, BK] where there is a weight, else as they were projected [BH]."""
+    heads, channel = tl.arange(0, BH), tl.arange(0, BK)
+    if weight is None:
+        return tl.load(scored + heads, mask=heads < H, other=0.0).to(tl.float32)
+    else:
+        inside = (heads[:, None] < H) & (channel[None, :] < K)
+        w = tl.load(weight + heads[:, None] * K + channel[None, :], mask=inside, other=0.0)
+        x = tl.load(scored + (heads[:, None] // (H // KEY_HEADS)) * K + channel[None, :], mask=inside, other=0.0)
+        return x.to(tl.float32) * w.to(tl.float32)
+
+
+@triton.jit
+def own_gate(terms, head, temperature, scale, H: tl.constexpr, KIND: tl.constexpr, BH: tl.constexpr):
+    """This head's gate from all heads' scores."""
     if KIND == "uniform":
         return scale / H
     else:
-        heads, channel = tl.arange(0, BH), tl.arange(0, BK)
-        if weight is not None:
-            inside = (heads[:, None] < H) & (channel[None, :] < K)
-            x = tl.load(scored + (heads[:, None] // (H // KEY_HEADS)) * K + channel[None, :], mask=inside, other=0.0)
-            w = tl.load(weight + heads[:, None] * K + channel[None, :], mask=inside, other=0.0)
-            score = tl.sum(x.to(tl.float32) * w.to(tl.float32), 1)
-        else:
-            score = tl.load(scored + heads, mask=heads < H, other=0.0).to(tl.float32)
-        score *= temperature
+        heads = tl.arange(0, BH)
+        score = temperature * (tl.sum(terms, 1) if len(terms.shape) == 2 else terms)
         if KIND == "softmax":
             score = tl.where(heads < H, score, -float("inf"))
             powers = tl.exp(score - tl.max(score, 0))
@@ -79,7 +83,7 @@ def mixer_step_kernel(
     READS: tl.constexpr, WRITES: tl.constexpr,
     H: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RANK: tl.constexpr,
     DECAY: tl.constexpr, FEATURE: tl.constexpr, KIND: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """BV value channels of one head of one sequence. `projected` has a row per sequence; Q, KEYS, ... say where each part of it starts."""
     head, sequence = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -88,20 +92,9 @@ def mixer_step_kernel(
     tile = state + ((sequence * H + head) * K + channel[:, None]) * V + column[None, :]
     there = inside[:, None] & (column[None, :] < V)
     memory = tl.load(tile, mask=there, other=0.0).to(tl.float32)  # asked for before anything else: it comes from farthest
+    after_the_last(EARLY)
     row = projected + sequence * stride
     v = tl.load(row + VALUES + head * V + column, mask=column < V, other=0.0).to(tl.float32)
-
-    read, write = 1.0, 1.0
-    if READ != "none":
-        scored = row + (READS if read_weight is None else Q)
-        read = own_gate(scored, read_weight, head, temperature, gate_scale, H, KEY_HEADS, K, KIND, BH, BK)
-    if READ == "after_norm":
-        tl.store(read_out + sequence * H + head, read, mask=tl.program_id(0) == 0)
-        read = 1.0
-    if WRITE:
-        scored = row + (WRITES if write_weight is None else KEYS)
-        write = own_gate(scored, write_weight, head, temperature, gate_scale, H, KEY_HEADS, K, KIND, BH, BK)
-
     at, other = key_head * K + channel, key_head * K + (channel + K // 2) % K
     q = tl.load(row + Q + at, mask=inside, other=0.0).to(tl.float32)
     k = tl.load(row + KEYS + at, mask=inside, other=0.0).to(tl.float32)
@@ -111,6 +104,20 @@ def mixer_step_kernel(
         sin += sequence * (K // 2)
         q_other = tl.load(row + Q + other, mask=inside, other=0.0).to(tl.float32)
         k_other = tl.load(row + KEYS + other, mask=inside, other=0.0).to(tl.float32)
+    reads, writes = None, None
+    if READ != "none" and KIND != "uniform":
+        reads = score_terms(row + (READS if read_weight is None else Q), read_weight, H, KEY_HEADS, K, BH, BK)
+    if WRITE and KIND != "uniform":
+        writes = score_terms(row + (WRITES if write_weight is None else KEYS), write_weight, H, KEY_HEADS, K, BH, BK)
+
+    read, write = 1.0, 1.0
+    if READ != "none":
+        read = own_gate(reads, head, temperature, gate_scale, H, KIND, BH)
+    if READ == "after_norm":
+        tl.store(read_out + sequence * H + head, read, mask=tl.program_id(0) == 0)
+        read = 1.0
+    if WRITE:
+        write = own_gate(writes, head, temperature, gate_scale, H, KIND, BH)
     q = featured(q, channel, inside, cos, sin, q_other, K, FEATURE)
     k = featured(k, channel, inside, cos, sin, k_other, K, FEATURE)
     read *= scale
@@ -172,6 +179,7 @@ def mixer_step(
         BV=width,
         BH=triton.next_power_of_2(heads),
         num_warps=warps,
+        **(early(state.device) if rows == 1 else {"EARLY": False}),
         **starts,
         **arguments,
     )
