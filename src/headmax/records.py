@@ -76,10 +76,10 @@ def current_commit() -> str:
 
 
 def append(path: Path, records: Iterable[Record]) -> None:
+    """In one write, so that several processes may share a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        for record in records:
-            file.write(json.dumps(asdict(record)) + "\n")
+    with path.open("ab", buffering=0) as file:
+        file.write("".join(json.dumps(asdict(record)) + "\n" for record in records).encode())
 
 
 def read(path: Path) -> Iterator[Record]:

@@ -1,5 +1,6 @@
 """Figures hold what the records hold, and nothing else."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,16 @@ def test_each_figure_reads_its_records(tmp_path: Path) -> None:
     write(tmp_path / "t.jsonl", "train", [*steps, ("gla-340m 4096x8", "transformer/tokens per second", 5.0, {})])
     write(tmp_path / "d.jsonl", "decode", [("gla-340m batch 1 context 1024 decoded 512", "end to end", 0.3, {})])
     write(tmp_path / "d.jsonl", "decode", [("gla-340m batch 1 context 1024 decoded 512", "end to end", 0.2, {})])
-    write(
-        tmp_path / "l.jsonl", "lm", [("r", "loss", 9.0 - n, {"recipe": "retnet-340m", "variant": "softmax", "tokens": n}) for n in (1, 2)]
-    )
+    for seed in (0, 1):
+        about = {"run": {"backbone": "gla", "variant": "softmax", "heads": 4, "seed": seed, "pairs": 16, "lr": None}}
+        curve = about | {"curve": [[100, 9.0 + seed], [200, 8.0]]}
+        write(
+            tmp_path / "l.jsonl",
+            "reproduction",
+            [("softmax-gla-6x512", "training loss", 8.0, curve), ("gla-4x256", "training loss", 1.0, curve)],
+        )
+        write(tmp_path / "l.jsonl", "reproduction", [("softmax-gla-6x512", "validation loss", 2.0, about | {"parameters": 36_000_000})])
+        write(tmp_path / "l.jsonl", "reproduction", [("softmax-gla-2x128-mqar16", "mean accuracy over training", 0.5 + seed / 10, about)])
     found = [record for path in sorted(tmp_path.glob("*.jsonl")) for record in records.read(path)]
     lines = {name: figures.collect(figure, found)[0] for name, figure in figures.FIGURES.items()}
     assert lines == {
@@ -32,11 +40,16 @@ def test_each_figure_reads_its_records(tmp_path: Path) -> None:
         "memory": {"gla-340m": {"8192x4": 30.0}, "softmax-gla-340m": {"4096x8": 31.0}},
         "throughput": {"transformer-340m": {"4096x8": 5.0}},
         "latency": {"gla-340m": {512: 0.2}},
-        "training_loss": {"retnet-340m, softmax": {1: 8.0, 2: 7.0}},
+        "training_loss": {"Softmax GLA": {100: 9.5, 200: 8.0}},
+        "small_scaling": {"Softmax GLA": {36.0: math.exp(2.0)}},
+        "small_heads": {"Softmax GLA": {4: math.exp(2.0)}},
+        "recall_gla": {"Softmax GLA": {16: 0.55}},
+        "recall_retnet": {},
+        "recall_gdn": {},
     }
     said = list(figures.reproduce(tmp_path / "out", tmp_path))
-    assert len(said) == 6
-    for name in figures.FIGURES:
+    assert len(said) == len(lines)
+    for name in filter(lines.get, lines):
         assert (tmp_path / "out" / f"{name}.png").stat().st_size > 5_000
         assert (tmp_path / "out" / f"{name}.svg").exists()
 

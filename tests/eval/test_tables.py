@@ -65,6 +65,25 @@ def test_ours_stand_beside_the_paper_s(tmp_path: Path) -> None:
     assert "26.00" not in other  # what was not run at that scale is empty
 
 
+def test_seeds_are_averaged_and_paired_and_controls_shown(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    perplexities = {"gla-25m": (50.0, 54.0), "softmax-gla-25m": (47.0, 52.0), "uniform-gla-25m": (48.0, 51.0)}
+    for model, values in perplexities.items():
+        for seed, value in enumerate(values):
+            record(path, model, "wikitext", "word_perplexity", value, None, run={"seed": seed})
+            record(path, model, "swde", "contains", 0.01 * seed, 0.02, run={"seed": seed})
+    text = render((path,), "25m", "markdown")
+    first = next(n for n, line in enumerate(text.splitlines()) if line.startswith("| GLA | paper"))
+    assert cells(text, first + 1)[2] == "52.00 ± 2.83"
+    assert cells(text, first + 4)[2] == "49.50 ± 3.54"
+    assert cells(text, first + 5)[1:3] == ["ours Δ", "−2.50 ± 0.71"], "seed by seed"
+    assert cells(text, first + 6)[:3] == ["Uniform GLA", "ours, 25m", "49.50 ± 2.12"]
+    assert cells(text, first + 7)[2] == "−2.50 ± 0.71"
+    assert "0.50 ± 0.71 †" in text
+    assert "± standard deviation over seeds." in text
+    assert "Sigmoid" not in text
+
+
 def test_latex_and_the_command(headmax: Any, tmp_path: Path) -> None:
     text = render((RECORDS,), "nothing", "latex")
     assert text.count(r"\begin{tabular}") == text.count(r"\end{tabular}") == 3

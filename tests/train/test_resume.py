@@ -72,6 +72,12 @@ def test_the_newest_checkpoints_and_milestones_stay(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [f"step-{n:08}" for n in (4, 8, 10, 11)]
 
 
+def test_a_run_may_end_without_a_checkpoint(tmp_path: Path) -> None:
+    train(tmp_path, max_steps=3, checkpoint_final=False)
+    assert checkpoints(tmp_path) == []
+    assert len(losses(tmp_path)) == 3
+
+
 def test_a_checkpoint_says_where_the_run_stands(whole: Path) -> None:
     progress = json.loads((whole / "checkpoints" / "step-00000020" / "train.json").read_text())
     assert {name: progress[name] for name in ("step", "tokens", "samples", "skipped", "ranks")} == {

@@ -6,16 +6,19 @@
 | heads | eval | the same of "[softmax-]gla-110m[-h8, -h16]"; without a suffix it has 4 heads |
 | memory, throughput | train | case "RECIPE LENGTHxBATCH", metric "VARIANT/peak memory" and "VARIANT/tokens per second" (bench train) |
 | latency | decode | case "MODEL batch 1 context C decoded N", metric "end to end" (bench decode) |
-| training_loss | lm | metric "loss", one record a point: extra.recipe, extra.variant, extra.tokens |
+| training_loss, small_* | reproduction | `headmax reproduce run`: metric "training loss" with extra.curve, "validation loss", "accuracy" |
 
-Of records alike the last one counts.
+Of records alike the last one counts; runs that differ in their seed alone are averaged.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 import re
+import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,8 @@ from headmax.records import Record
 
 Lines = dict[str, dict[Any, float]]
 """By label, y over x."""
+Points = Iterable[tuple[str, Any, float]]
+TITLES = {"gla": "GLA", "retnet": "RetNet", "gdn": "GDN", "transformer": "Transformer++"}
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,7 @@ class Figure:
     title: str
     x: str
     y: str
-    read: Callable[[Record], tuple[str, Any, float] | None]
+    read: Callable[[Record], Points]
     """(label, x, y) of a record that belongs in the figure. An x that is a text is a group of bars, a number a point of a line."""
     suite: str
     needs: str
@@ -41,34 +46,57 @@ class Figure:
     log: bool = False
 
 
-def perplexity(record: Record, pattern: str) -> tuple[str, int, float] | None:
+def perplexity(record: Record, pattern: str) -> Points:
     """A model whose name matches, with x the pattern's number."""
-    if (record.case, record.metric) != ("wikitext", "word_perplexity"):
-        return None
     match = re.fullmatch(rf"(softmax-)?{pattern}", record.extra.get("model", ""))
-    return match and ("Softmax GLA" if match[1] else "GLA", int(match[2] or 4), record.value)
+    if match and (record.case, record.metric) == ("wikitext", "word_perplexity"):
+        yield "Softmax GLA" if match[1] else "GLA", int(match[2] or 4), record.value
 
 
-def training_step(record: Record, metric: str) -> tuple[str, str, float] | None:
+def training_step(record: Record, metric: str) -> Points:
     variant, _, what = record.metric.partition("/")
     if what != metric:
-        return None
+        return
     recipe, size = record.case.split(" ")
     name = f"transformer-{recipe.split('-')[1]}" if variant == "transformer" else "softmax-" * (variant == "softmax") + recipe
-    return name + f", {record.impl}" * (record.impl != "headmax"), size, record.value
+    yield name + f", {record.impl}" * (record.impl != "headmax"), size, record.value
 
 
-def generation(record: Record) -> tuple[str, int, float] | None:
+def generation(record: Record) -> Points:
     match = re.fullmatch(r"(.*) batch 1 context \d+ decoded (\d+)", record.case)
-    return (match[1], int(match[2]), record.value) if match and record.metric == "end to end" else None
+    if match and record.metric == "end to end":
+        yield match[1], int(match[2]), record.value
 
 
-def loss(record: Record) -> tuple[str, float, float] | None:
-    if record.metric != "loss":
-        return None
-    return f"{record.extra['recipe']}, {record.extra['variant']}", record.extra["tokens"], record.value
+def label(run: dict[str, Any]) -> str:
+    return (run["variant"].capitalize() + " ") * (run["variant"] != "plain") + TITLES[run["backbone"]]
 
 
+def loss(record: Record) -> Points:
+    """The curves of the models that the paper has, at the size of most runs."""
+    run = record.extra["run"]
+    if record.metric == "training loss" and record.case in {
+        f"{gate}{backbone}-{SMALL}" for gate in ("", "softmax-") for backbone in TITLES
+    }:
+        yield from ((label(run), tokens, value) for tokens, value in record.extra["curve"])
+
+
+def small_perplexity(record: Record, pattern: str, x: str) -> Points:
+    """Validation perplexity of the GLA models whose name matches, over a field of the run or its parameters."""
+    if record.metric == "validation loss" and re.fullmatch(rf"(softmax-|uniform-)?gla-{pattern}", record.case):
+        run = record.extra["run"]
+        yield label(run), run[x] if x in run else record.extra[x] / 1e6, math.exp(record.value)
+
+
+def recall(record: Record, backbone: str) -> Points:
+    run = record.extra["run"]
+    if record.metric == "mean accuracy over training" and run["backbone"] == backbone and run["heads"] == 4 and run["lr"] is None:
+        yield label(run), run["pairs"], record.value
+
+
+SMALL = "6x512"
+"""Layers x hidden size of most runs of the reproduction."""
+REPRODUCE = "headmax reproduce run "
 WIKITEXT = "train the models (headmax train) and run headmax eval on wikitext"
 FIGURES = {
     "scaling": Figure("WikiText perplexity over size", "million parameters (the paper's names)", "perplexity",
@@ -80,20 +108,27 @@ FIGURES = {
     "throughput": Figure("Training throughput", "length x batch", "tokens per second",
                          lambda r: training_step(r, "tokens per second"), "train", "headmax bench train"),
     "latency": Figure("Decoding one text", "decoded tokens", "seconds", generation, "decode", "headmax bench decode", log=True),
-    "training_loss": Figure("Training loss", "tokens", "loss", loss, "lm", "records of a training run"),
+    "training_loss": Figure("Training loss", "tokens", "loss", loss, "reproduction", REPRODUCE + "language"),
+    "small_scaling": Figure("Validation perplexity over size", "million parameters, embeddings included", "perplexity",
+                            lambda r: small_perplexity(r, r"\d+x\d+", "parameters"), "reproduction", REPRODUCE + "scaling"),
+    "small_heads": Figure("Validation perplexity over the number of heads", "heads", "perplexity",
+                          lambda r: small_perplexity(r, SMALL + r"(-h\d+)?", "heads"), "reproduction", REPRODUCE + "heads"),
+    **{f"recall_{b}": Figure(f"Recall, {TITLES[b]}, 4 heads", "pairs", "mean accuracy over training", functools.partial(recall, backbone=b),
+                             "reproduction", REPRODUCE + "recall") for b in ("gla", "retnet", "gdn")},
 }  # fmt: skip
 
 
 def collect(figure: Figure, found: Sequence[Record]) -> tuple[Lines, str]:
     """The figure's lines, and where they were measured."""
-    lines: Lines = defaultdict(dict)
+    seeds: dict[str, dict[Any, dict[int | None, float]]] = defaultdict(lambda: defaultdict(dict))
     devices: dict[str, None] = {}
     for record in found:
-        if record.suite == figure.suite and (point := figure.read(record)):
-            label, x, y = point
-            lines[label][x] = y
-            devices[record.device] = None
-    return dict(lines), "; ".join(devices)
+        if record.suite == figure.suite:
+            for name, x, y in figure.read(record):
+                seeds[name][x][record.extra.get("run", {}).get("seed")] = y
+                devices[record.device] = None
+    lines = {name: {x: statistics.mean(values.values()) for x, values in points.items()} for name, points in seeds.items()}
+    return lines, "; ".join(devices)
 
 
 def draw(name: str, folder: Path, found: Sequence[Record]) -> list[Path] | None:
@@ -119,7 +154,7 @@ def draw(name: str, folder: Path, found: Sequence[Record]) -> list[Path] | None:
             axes.plot(x, y, marker="o" if len(x) < 30 else None, markersize=4, label=label)
         if len(places) < 8:
             axes.set_xscale("log")
-            axes.set_xticks(places, [f"{x:,}" for x in places])
+            axes.set_xticks(places, [f"{x:,.0f}" for x in places])
             axes.minorticks_off()
         if figure.log:
             axes.set_yscale("log")

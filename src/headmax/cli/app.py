@@ -23,6 +23,10 @@ REPRODUCE: Commands = {
     "tables": reproduce.tables,
     "theory": reproduce.theory,
     "figures": reproduce.figures,
+    "prepare": reproduce.prepare,
+    "run": reproduce.run,
+    "collect": reproduce.collect,
+    "report": reproduce.report,
 }
 
 
@@ -39,7 +43,7 @@ def commands(arguments: list[str]) -> dict[str, Callable[..., None] | tuple[str,
         "eval": checkpoints.evaluate,
         "inspect": checkpoints.inspect,
         "bench": ("Time kernels, training, decoding and evaluation beside peers; find the kernels' block shapes.", BENCH),
-        "reproduce": ("Render the README's figures, the paper's tables and figures, and run its theory.", REPRODUCE),
+        "reproduce": ("The paper again: its theory, its experiments at small scale, and every table and figure from records.", REPRODUCE),
     }
 
 

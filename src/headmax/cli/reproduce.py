@@ -1,9 +1,12 @@
-"""The paper's tables, figures and theory, and this repository's, from records."""
+"""The paper's tables, figures and theory, and this repository's, from records; and the runs that make the records."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
+
+Part = Literal["rates", "language", "placement", "heads", "scaling", "recall-rates", "recall"]
 
 
 def readme(path: Path = Path("README.md")) -> None:
@@ -66,3 +69,85 @@ def figures(out: Path = Path("runs/figures"), results: Path | None = None) -> No
 
     for line in figures.reproduce(out, results or records.RESULTS):
         print(line)
+
+
+def prepare(data: Path, /, eval_data: Path) -> None:
+    """Put requests and needles beside prepared tokens, for machines that have neither the tasks nor lm-eval.
+
+    Args:
+        data: the folder that `headmax data prepare` wrote.
+        eval_data: the folder with the tasks' files.
+    """
+    from rich.console import Console
+
+    from headmax.reproduce.prepare import prepare
+
+    with Console(stderr=True).status("requests") as status:
+        prepare(data, eval_data, status.update)
+    for name in ("requests.jsonl", "needles.npz"):
+        print(f"headmax: wrote {data / name}: {(data / name).stat().st_size / 2**20:.1f} MiB")
+
+
+def run(
+    parts: tuple[Part, ...],
+    /,
+    out: Path,
+    data: Path | None = None,
+    budget_seconds: float = float("inf"),
+    share: str = "0/1",
+    device: str | None = None,
+) -> None:
+    """Train and examine the models of these parts, one after the other, the most telling first; what is recorded is skipped.
+
+    Args:
+        parts: rates and recall-rates choose the learning rates that the others need.
+        out: the folder for records.jsonl and scores.jsonl.gz; called again, it goes on there.
+        data: the folder that `headmax reproduce prepare` completed; recall needs none.
+        budget_seconds: no run begins that would not end within so many seconds.
+        share: take the runs i, i + n, i + 2n, ... as i/n; for several processes on one GPU.
+        device: cpu or cuda; cuda where there is one.
+    """
+    from headmax.reproduce.run import execute
+
+    if not parts:
+        raise ValueError(f"name at least one part: {', '.join(get_args(Part))}")
+    match = re.fullmatch(r"(\d+)/([1-9]\d*)", share)
+    if match is None or int(match[1]) >= int(match[2]):
+        raise ValueError(f"--share must be i/n with i below n, such as 0/4, got {share}")
+    left = execute(
+        parts,
+        data=data,
+        out=out,
+        budget=budget_seconds,
+        share=(int(match[1]), int(match[2])),
+        device=device,
+        say=lambda text: print(text, flush=True),
+    )
+    print(f"headmax: {out}: " + (f"{left} runs are left; the same command goes on with them" if left else "all runs are recorded"))
+
+
+def collect(outs: tuple[Path, ...], /, data: Path, eval_data: Path) -> None:
+    """Add what runs brought home to the repository's records: benchmarks/results/reproduction.jsonl and eval.jsonl.
+
+    Args:
+        outs: folders that `headmax reproduce run` wrote.
+        data: the folder that `headmax reproduce prepare` completed.
+        eval_data: the folder with the tasks' files.
+    """
+    from headmax.reproduce.collect import collect
+
+    print(f"headmax: {collect(list(outs), data, eval_data, print)} new records")
+
+
+def report(page: Path = Path("docs/reproduction.md"), results: Path | None = None) -> None:
+    """Write the page of the reproduction and its pictures from records; what is missing is said to be missing.
+
+    Args:
+        page: the file to write; pictures go beside it, into images/reproduction.
+        results: a folder with records (.jsonl); those of the repository unless given.
+    """
+    from headmax import records
+    from headmax.reproduce.report import write
+
+    write(page, results or records.RESULTS)
+    print(f"headmax: wrote {page}")

@@ -62,7 +62,7 @@ def prepare_kernel(
         lowest = 0.0
         for k_start in range(0, K, BK):
             lowest = tl.minimum(lowest, tl.min(tl.sum(chunk_steps(log_decay, first, count, head, k_start, H, K, C, BK), 0), 0))
-        tl.store(mild + index, (lowest > -80.0).to(tl.int32))
+        tl.store(mild + index, tl.where(lowest > -80.0, 1, 0))
         if lowest <= -80.0:
             return
     read = row_values(read_gate, first, count, head, H, C, READ)[:, None] * scale

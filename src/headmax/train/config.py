@@ -60,6 +60,8 @@ class CheckpointConfig:
     """How many of the newest."""
     milestone_every: int = 0
     """Also those at multiples of so many steps, for good; 0 for none."""
+    final: bool = True
+    """Whether one is written when the run has ended."""
 
 
 @dataclass(frozen=True)

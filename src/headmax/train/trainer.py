@@ -7,7 +7,7 @@ import logging
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -40,11 +40,13 @@ def fit(
     *,
     validation: Source | None = None,
     tokenizer: Path | None = None,
+    start: Mapping[str, Tensor] | None = None,
     show: Callable[[Line], None] | None = None,
 ) -> HeadmaxForCausalLM:
     """Trains a model of this configuration from its start, or from the newest checkpoint in `out`; under torchrun, on all its processes.
 
-    `tokenizer` is a folder whose tokenizer.json goes with the run; `show` gets every step's line of metrics, on the first rank.
+    `tokenizer` is a folder whose tokenizer.json goes with the run; `start` are parameters by name that take the place of random ones;
+    `show` gets every step's line of metrics, on the first rank.
     Raises `Interrupted` after a signal, with all saved, and `TrainingError` where the run cannot go on.
     """
     if source.vocab_size > model.vocab_size:
@@ -53,7 +55,7 @@ def fit(
         raise ValueError(f"gate_balance is {config.gate_balance}, but the model has no head gates")
     with join(config.device) as world:
         try:
-            trainer = Trainer(model, config, source, validation, out, world, show or (lambda line: None))
+            trainer = Trainer(model, config, source, validation, out, world, start or {}, show or (lambda line: None))
             if tokenizer is not None and world.main:
                 shutil.copy(tokenizer / "tokenizer.json", out)
             try:
@@ -116,13 +118,17 @@ class Trainer:
         validation: Source | None,
         out: Path,
         world: World,
+        start: Mapping[str, Tensor],
         show: Callable[[Line], None],
     ) -> None:
         self.config, self.source, self.validation, self.out, self.world, self.show = config, source, validation, out, world, show
         self.settings = json.loads(json.dumps({"model": describe(model), "train": decisive(config), "data": source.identity}))
         self.feed = Feed(source, config, world)
         torch.manual_seed(config.seed)
-        self.replica = Replica(HeadmaxForCausalLM(model), config, world)
+        built = HeadmaxForCausalLM(model)
+        if unknown := built.load_state_dict(start, strict=False).unexpected_keys:
+            raise ValueError(f"start: the model has no parameter {unknown[0]!r}, one of {len(unknown)}")
+        self.replica = Replica(built, config, world)
         self.model = self.replica.model
         self.optimizer = build_optimizer(self.model, config.optim)
         self.flops_per_token = 6 * sum(p.numel() for p in self.model.parameters())
@@ -148,7 +154,8 @@ class Trainer:
                 if self.stop or self.step == end or self.due(self.config.checkpoint_every) or self.due(self.config.eval.every):
                     self.finish(pending)
                     pending = None
-                    if self.stop or self.step == end or self.due(self.config.checkpoint_every):
+                    done = self.step == end and self.config.checkpoint.final
+                    if self.stop or done or self.due(self.config.checkpoint_every):
                         self.save()
                 if self.stop and self.step < end:
                     self.checkpoints.close()

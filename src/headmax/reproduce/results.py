@@ -1,0 +1,97 @@
+"""The records of the reproduction, run by run: what was measured, how seeds spread, and what that says of a claim."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean, stdev
+
+from headmax import records
+from headmax.eval.tables import spread
+from headmax.records import Record
+from headmax.reproduce.run import SUITE
+from headmax.reproduce.runs import SEEDS, Run
+
+Seeds = Mapping[int | None, float]
+"""A number by seed."""
+MISSING = "not measured"
+QUANTILES = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}
+"""Of Student's t at 97.5%, by the number of seeds."""
+
+
+@dataclass(frozen=True)
+class Results:
+    """All records of a folder."""
+
+    folder: Path
+
+    @functools.cached_property
+    def records(self) -> list[Record]:
+        return [record for path in sorted(self.folder.glob("*.jsonl")) for record in records.read(path)]
+
+    @functools.cached_property
+    def records_of_runs(self) -> list[Record]:
+        return [record for record in self.records if record.suite == SUITE]
+
+    @functools.cached_property
+    def _values(self) -> dict[str, dict[Run, Record]]:
+        """By metric, then by run."""
+        made: dict[str, dict[Run, Record]] = defaultdict(dict)
+        for record in self.records:
+            if record.suite == SUITE:
+                made[record.metric][Run(**record.extra["run"])] = record
+            elif record.suite == "eval" and "run" in record.extra:
+                made[f"{record.case} {record.metric}" + " after needles" * record.extra["tuned"]][Run(**record.extra["run"])] = record
+        return made
+
+    def record(self, metric: str, run: Run) -> Record | None:
+        return self._values.get(metric, {}).get(run)
+
+    def seeds(self, metric: str, run: Run) -> dict[int | None, float]:
+        """Of a run with any seed."""
+        found = {seed: self.record(metric, replace(run, seed=seed)) for seed in SEEDS}
+        return {seed: record.value for seed, record in found.items() if record is not None}
+
+    def paired(self, metric: str, run: Run, other: Run) -> dict[int | None, float]:
+        """`run` less `other`, seed by seed."""
+        mine, theirs = self.seeds(metric, run), self.seeds(metric, other)
+        return {seed: mine[seed] - theirs[seed] for seed in mine if seed in theirs}
+
+    @property
+    def runs(self) -> set[Run]:
+        """Those that are done."""
+        return set(self._values.get("seconds", {}))
+
+
+def perplexity(losses: Seeds) -> dict[int | None, float]:
+    return {seed: math.exp(loss) for seed, loss in losses.items()}
+
+
+def show(values: Seeds, digits: int = 2, sign: bool = False) -> str:
+    """Mean ± standard deviation, and how many seeds where it is not all of them."""
+    if not values:
+        return MISSING
+    return spread(values, digits, "+" if sign else "") + f" (n={len(values)})" * (len(values) < len(SEEDS))
+
+
+def judge(differences: Seeds, wanted: int) -> str:
+    """What differences say of a claim that they are negative (wanted -1) or positive (+1), in a few words."""
+    values = list(differences.values())
+    if not values:
+        return MISSING
+    if len(values) == 1:
+        return f"one seed: {'as claimed' if values[0] * wanted > 0 else 'not as claimed'}"
+    agree = sum(value * wanted > 0 for value in values)
+    reach = QUANTILES[len(values)] * stdev(values) / math.sqrt(len(values))
+    if abs(mean(values)) > reach:
+        return "**held**" if mean(values) * wanted > 0 else "**the opposite**"
+    return f"not told apart from chance ({agree} of {len(values)} seeds as claimed)"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

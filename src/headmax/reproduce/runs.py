@@ -1,0 +1,189 @@
+"""What is run, as data: every training of the reproduction, and which part of it asks for which."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from headmax.data.mqar import MQAR
+from headmax.layers import HeadGateConfig
+from headmax.models import HeadmaxConfig
+from headmax.recipes.language import BACKBONES
+from headmax.recipes.recall import recall_training
+from headmax.train import CheckpointConfig, ComputeConfig, EvalConfig, OptimConfig, ScheduleConfig, TrainConfig
+
+LENGTH, BATCH = 2048, 16
+"""Tokens of a sequence and sequences of a step, for language models."""
+STEPS, RATE_STEPS, NEEDLE_STEPS, RECALL_STEPS = 512, 160, 100, 2000
+RATES = {"text": (1e-3, 2e-3, 4e-3), "recall": (1e-3, 3e-3, 1e-2)}
+"""Learning rates that the plain model of each backbone tries."""
+SEEDS = (0, 1, 2)
+LINEAR = ("gla", "retnet", "gdn")
+VARIANTS: dict[str, HeadGateConfig | None] = {
+    "plain": None,
+    "softmax": HeadGateConfig(),
+    "uniform": HeadGateConfig(kind="uniform"),
+    "sigmoid": HeadGateConfig(kind="sigmoid"),
+    "softmax-after": HeadGateConfig(read_position="after_norm"),
+    "uniform-after": HeadGateConfig(kind="uniform", read_position="after_norm"),
+    "sigmoid-after": HeadGateConfig(kind="sigmoid", read_position="after_norm"),
+    "uniform-read-after": HeadGateConfig(kind="uniform", read_position="after_norm", write=False),
+}
+"""Gates by name. All have the mean 1/H; -after: the read gate comes after the norm; -read: there is no write gate."""
+KINDS = ("plain", "softmax", "uniform", "sigmoid")
+"""What is compared at one place of the read gate."""
+EPS = (1e-6, 1e-5)
+SIZES = ("4x256", "6x512", "10x768")
+"""Layers x hidden size. The middle one, that of most runs, has 20M parameters beside 16M of embeddings."""
+HEADS = (4, 8, 16)
+PAIRS, RECALL_HEADS, RECALL_VOCAB = (16, 32, 64), (2, 4, 8), 256
+NO_CHECKPOINT = CheckpointConfig(final=False)
+"""Models are examined where they were trained, and their runs too short to be gone on with."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training. Runs of equal fields are the same run, whichever part asks for it."""
+
+    backbone: str
+    """Of `BACKBONES`."""
+    variant: str = "plain"
+    """Of `VARIANTS`."""
+    size: str = "6x512"
+    """Layers x hidden size."""
+    heads: int = 4
+    seed: int = 0
+    """Of initialisation and data order."""
+    steps: int = STEPS
+    lr: float | None = None
+    """Peak learning rate; None: the best of those that the plain model of the backbone tried."""
+    norm_eps: float = 1e-6
+    pairs: int | None = None
+    """Recall (MQAR) of so many pairs; None: text."""
+
+    @property
+    def kind(self) -> str:
+        return "text" if self.pairs is None else "recall"
+
+    @property
+    def name(self) -> str:
+        """All but the seed and the number of steps, in one word."""
+        words = [self.variant] * (self.variant != "plain") + [self.backbone, self.size]
+        words += [f"h{self.heads}"] * (self.heads != 4) + [f"eps{self.norm_eps}"] * (self.norm_eps != EPS[0])
+        words += [f"mqar{self.pairs}"] * (self.pairs is not None) + [f"lr{self.lr}"] * (self.lr is not None)
+        return "-".join(words)
+
+    @property
+    def examined(self) -> Literal["whole", "wikitext", "not"]:
+        """By which tasks: all for the models of the paper's tables, which are trained on needles too; none for choices and recall."""
+        if self.kind == "recall" or self.lr is not None:
+            return "not"
+        return "whole" if self in PARTS["language"](self.seed) else "wikitext"
+
+    @property
+    def twin(self) -> Run:
+        """The plain model of the same seed, whose initial parameters this one takes over."""
+        return replace(self, variant="plain")
+
+    def rates(self) -> list[Run]:
+        """The runs that choose the learning rate."""
+        if self.kind == "text":
+            return [Run(self.backbone, size=SIZES[1], steps=RATE_STEPS, lr=lr) for lr in RATES["text"]]
+        return [Run(self.backbone, size=self.size, lr=lr, steps=RECALL_STEPS, pairs=PAIRS[1]) for lr in RATES["recall"]]
+
+    def model(self, vocab_size: int) -> HeadmaxConfig:
+        layers, hidden = map(int, self.size.split("x"))
+        return HeadmaxConfig(
+            mixer=BACKBONES[self.backbone],
+            hidden_size=hidden,
+            num_hidden_layers=layers,
+            num_heads=self.heads,
+            norm_eps=self.norm_eps,
+            conv_size=None if self.kind == "text" else 4,
+            vocab_size=vocab_size,
+            head_gate=VARIANTS[self.variant],
+        )
+
+    def task(self) -> MQAR | None:
+        return None if self.pairs is None else MQAR(self.pairs, RECALL_VOCAB)
+
+    def train(self, lr: float) -> TrainConfig:
+        task = self.task()
+        if task is not None:
+            config = recall_training(task, steps=self.steps, seed=self.seed, lr=lr, eval_every=100)
+            return replace(config, checkpoint_every=0, checkpoint=NO_CHECKPOINT, compute=replace(config.compute, compile=False))
+        return text_training(self.steps, self.seed, lr)
+
+
+def text_training(steps: int, seed: int, lr: float) -> TrainConfig:
+    """As in the paper but for the sizes: up a line over a tenth of the tokens, down a cosine, from and to 3% of the peak."""
+    tokens = LENGTH * BATCH
+    return TrainConfig(
+        token_budget=steps * tokens,
+        sequence_length=LENGTH,
+        batch_tokens=tokens,
+        seed=seed,
+        checkpoint_every=0,
+        optim=OptimConfig(lr=lr),
+        schedule=ScheduleConfig(warmup_tokens=steps // 10 * tokens, start_lr=0.03 * lr, final_lr=0.03 * lr),
+        compute=ComputeConfig(micro_batch=BATCH),
+        checkpoint=NO_CHECKPOINT,
+        eval=EvalConfig(every=max(1, steps // 4), sequences=8 * BATCH),
+    )
+
+
+def language(seed: int) -> Iterator[Run]:
+    for backbone in LINEAR:
+        yield from (Run(backbone, variant, seed=seed) for variant in (*KINDS, "uniform-read-after"))
+    if seed == 0:
+        yield Run("transformer")
+
+
+def placement(seed: int) -> Iterator[Run]:
+    """Where GLA's read gate is and what its norm adds."""
+    for eps in EPS:
+        yield from (Run("gla", variant, seed=seed, norm_eps=eps) for variant in KINDS)
+        yield from (Run("gla", f"{kind}-after", seed=seed, norm_eps=eps) for kind in KINDS[1:])
+
+
+def heads(seed: int) -> Iterator[Run]:
+    yield from (Run("gla", variant, heads=n, seed=seed) for n in HEADS for variant in ("plain", "softmax", "uniform"))
+
+
+def scaling(seed: int) -> Iterator[Run]:
+    yield from (Run("gla", variant, size, seed=seed) for size in SIZES for variant in ("plain", "softmax"))
+
+
+def recall(seed: int) -> Iterator[Run]:
+    for pairs in PAIRS:
+        for n in RECALL_HEADS:
+            for backbone in LINEAR:
+                yield from (Run(backbone, kind, "2x128", n, seed, RECALL_STEPS, pairs=pairs) for kind in KINDS)
+
+
+def rates(seed: int) -> Iterator[Run]:
+    if seed == 0:
+        yield from (rate for backbone in BACKBONES for rate in Run(backbone).rates())
+
+
+def recall_rates(seed: int) -> Iterator[Run]:
+    if seed == 0:
+        yield from (rate for run in recall(seed) for rate in run.rates())
+
+
+PARTS = {
+    "rates": rates,
+    "language": language,
+    "placement": placement,
+    "heads": heads,
+    "scaling": scaling,
+    "recall-rates": recall_rates,
+    "recall": recall,
+}
+"""The runs of one seed, by part."""
+
+
+def runs(parts: Sequence[str]) -> list[Run]:
+    """What these parts ask for, each run once, in the order of their worth: all of one seed before the next."""
+    return list(dict.fromkeys(run for seed in SEEDS for part in parts for run in PARTS[part](seed)))

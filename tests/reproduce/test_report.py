@@ -1,0 +1,175 @@
+"""The page says what records say, and of what has none that it is missing."""
+
+import math
+import shlex
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from headmax import records
+from headmax.records import Recorder
+from headmax.reproduce import report
+from headmax.reproduce.results import MISSING, Results, judge, show
+from headmax.reproduce.runs import PARTS, Run, runs
+
+EFFECT = {"plain": 0.0, "softmax": -0.10, "uniform": -0.10, "sigmoid": -0.05}
+"""On the loss, whatever the backbone."""
+
+
+def loss(run: Run) -> float:
+    """Seeds and sizes differ; what variants do is the same for all seeds but for a little, and uniform does as much as softmax."""
+    wobble = 0.001 * ((run.seed * 7 + len(run.variant)) % 3)
+    effect = EFFECT[run.variant.split("-")[0]] * (2 if run.heads == 16 else 1) + (
+        0.02 if run.backbone == "gdn" and run.variant == "softmax" else 0
+    )
+    return 4.0 + 0.1 * run.seed - 0.01 * len(run.size) + effect + wobble + (run.lr or 0.0)
+
+
+MAKE = Recorder("reproduction", "cpu")
+
+
+def made(run: Run) -> list[records.Record]:
+    def record(metric: str, value: float, **extra: Any) -> records.Record:
+        return MAKE(run.name, "headmax", metric, value, "", run.seed, run=asdict(run), **extra)
+
+    gates = {f"{n}/{gate}": {"entropy": 0.9, "share": [0.4, 0.2, 0.2, 0.2], "dead": []} for n in range(6) for gate in ("read", "write")}
+    accuracy = {"softmax": 0.8, "plain": 0.3}.get(run.variant, 0.8 - 0.1 * run.seed)
+    found = [record("validation loss", loss(run), parameters=36_000_000), record("seconds", 30.0)]
+    found += [record("accuracy", accuracy), record("mean accuracy over training", accuracy / 2)] if run.pairs else []
+    found += [record("training loss", 4.0, curve=[[100, 5.0], [200, 4.0]]), record("loss spikes", run.seed), record("gradient peaks", 0)]
+    found += [record("skipped steps", 0), record("largest gradient norm", 1.5), record("gate entropy", 0.9, gates=gates)]
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Records of every run but the scaling part's largest models and one seed of RetNet."""
+    folder = tmp_path_factory.mktemp("results")
+    done = [
+        run
+        for run in runs(list(PARTS))
+        if run.size != "10x768" and (run.backbone, run.variant, run.seed, run.pairs) != ("retnet", "softmax", 2, None)
+    ]
+    records.append(folder / "reproduction.jsonl", [record for run in done for record in made(run)])
+    make = Recorder("eval", "cpu")
+    for model, value in (("gla-6x512", 90.0), ("softmax-gla-6x512", 80.0), ("softmax-gla-6x512-needles", 70.0)):
+        tuned, run = model.endswith("needles"), Run("gla", "softmax" if "softmax" in model else "plain")
+        about = {"model": model, "stderr": 0.1, "n": 40, "limit": 40, "data": "noise sentence", "tuned": tuned, "run": asdict(run)}
+        for task in (f"niah_single_{n}_{size}" for n in (1, 2, 3) for size in ("1k", "2k", "4k")):
+            records.append(folder / "eval.jsonl", [make(task, "headmax", "answer_logprob", -value, "nats", **about)])
+        records.append(folder / "eval.jsonl", [make("niah_single_1_1k", "headmax", "acc", value / 100, "fraction", **about)])
+        if not tuned:
+            records.append(
+                folder / "eval.jsonl", [make("wikitext", "headmax", "word_perplexity", value, "perplexity", **about | {"limit": None})]
+            )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def page(folder: Path) -> str:
+    return report.render(Results(folder))
+
+
+def row(page: str, start: str) -> list[str]:
+    line = next(line for line in page.splitlines() if line.startswith(f"| {start} |"))
+    return [cell.strip() for cell in line.split("|")[1:-1]]
+
+
+def test_verdicts(page: str) -> None:
+    assert row(page, "The softmax over heads lowers the perplexity of GLA")[1:] == ["−10.0 ± 0.2 % of perplexity", "**held**"]
+    assert "not told apart from chance" in row(page, "GLA: it is the competition (softmax below uniform)")[2]
+    assert row(page, "GLA: it is the competition (softmax below sigmoid)")[2] == "**held**"
+    assert row(page, "GDN: it is the competition (softmax below uniform)")[2] == "**the opposite**"
+    assert row(page, "The softmax over heads lowers the perplexity of RetNet")[1].endswith("(n=2) % of perplexity")
+    assert row(page, "The gain of Softmax GLA grows from 4 to 16 heads")[2] == "**held**"
+    assert row(page, "Softmax GLA is better at 10x768")[1:] == [MISSING, MISSING]
+    assert row(page, "Softmax GLA recalls more (MQAR, all settings)")[1:] == ["+0.500 ± 0.000 accuracy", "**held**"]
+    assert "2 of 3 seeds as claimed" in row(page, "GLA: more than uniform gates let it recall")[2]
+
+
+def test_tables(page: str) -> None:
+    expected = [math.exp(loss(Run("gla", seed=seed))) for seed in range(3)]
+    shown = row(page[page.index("## Language modelling") :], "GLA")
+    assert shown[1].startswith(f"{sum(expected) / 3:.2f} ± ")
+    assert row(page[page.index("| per cent of perplexity") :], "GLA")[1] == "−9.5", "the paper's own difference"
+    heads = {n: row(page[page.index("## Heads") :], str(n)) for n in (4, 8, 16)}
+    assert [cells[-1] for cells in heads.values()] == ["2.37", "not given", "6.71"]
+    assert row(page, "10x768") == ["10x768", *[MISSING] * 4]
+    assert row(page, "Transformer++")[-1] == "0.001", "the smallest rate has the smallest loss"
+    assert "- scaling: 12 of 18 runs are recorded." in page
+    assert row(page, "GLA, softmax")[1:] == ["−80.00 (n=1)", "−70.00 (n=1)"]
+    assert "The lowest mean loss of these: " in page
+    assert "![Validation perplexity over the number of heads](images/reproduction/small_heads.png)" in page
+    assert f"Figure, Decoding one text: {MISSING}. What makes its records: headmax bench decode." in page
+    assert row(page[page.index("## Stability") :], "GLA, softmax")[1] == "3 in 3 runs"
+    assert row(page, "GLA, softmax, read")[1:] == [*["0.90 (0.40)"] * 6, "0"]
+    models = page[page.index("### Language modelling") :]
+    assert row(models[models.index("| Softmax GLA | paper") :], "")[2] == "−2.61"
+
+
+def test_without_records_nothing_is_claimed(tmp_path: Path) -> None:
+    text = report.render(Results(tmp_path))
+    verdicts = text[text.index("| claim |") : text.index("Held, or the opposite")].splitlines()[2:]
+    assert all(line.split("|")[2:4] == [f" {MISSING} "] * 2 for line in verdicts if line)
+    assert "**held**" not in text
+    assert "0 of 46 runs are recorded" in text
+
+
+def test_the_page_is_written_with_its_pictures(folder: Path, tmp_path: Path) -> None:
+    report.write(tmp_path / "page.md", folder)
+    text = (tmp_path / "page.md").read_text()
+    for name in ("small_heads", "small_scaling", "recall_gla", "training_loss"):
+        assert f"({report.IMAGES}/{name}.png)" in text
+        assert (tmp_path / report.IMAGES / f"{name}.png").is_file()
+
+
+def test_the_committed_page_is_what_the_records_give() -> None:
+    page = records.RESULTS.parents[1] / "docs" / "reproduction.md"
+    assert not page.exists() or page.read_text() == report.render(Results(records.RESULTS)), "run headmax reproduce report"
+
+
+def test_judgement() -> None:
+    assert judge({}, -1) == MISSING
+    assert judge({0: -1.0}, -1) == "one seed: as claimed"
+    assert judge({0: -1.0, 1: -1.1, 2: -0.9}, -1) == "**held**"
+    assert judge({0: -1.0, 1: -1.1, 2: -0.9}, 1) == "**the opposite**"
+    assert judge({0: -1.0, 1: -0.01, 2: 0.2}, -1) == "not told apart from chance (2 of 3 seeds as claimed)"
+    assert show({0: 1.0, 1: 2.0}) == "1.50 ± 0.71 (n=2)"
+    assert show({}) == MISSING
+
+
+def test_only_runs_of_the_same_seed_are_compared(tmp_path: Path) -> None:
+    for run in (Run("gla"), Run("gla", "softmax", seed=1), Run("gla", "softmax", seed=0, norm_eps=1e-5)):
+        records.append(tmp_path / "reproduction.jsonl", made(run))
+    results = Results(tmp_path)
+    assert results.paired("validation loss", Run("gla", "softmax"), Run("gla")) == {}
+    records.append(tmp_path / "reproduction.jsonl", made(Run("gla", "softmax")))
+    found = Results(tmp_path).paired("validation loss", Run("gla", "softmax", seed=2), Run("gla"))
+    assert found == {0: loss(Run("gla", "softmax")) - loss(Run("gla"))}
+
+
+def test_commands_for_the_papers_scale_are_understood(data: Path, tmp_path: Path) -> None:
+    """Every recipe of every command, up to where training would begin on 8 GPUs."""
+    import tyro
+
+    from headmax.cli.train import train_command
+
+    seen = []
+    for line in report.commands():
+        if line.startswith("for r in "):
+            names, _, body = line.removeprefix("for r in ").partition("; do ")
+            train, convert, evaluate = (shlex.split(part) for part in body.removesuffix("; done").split(" && "))
+            assert train[:6] == ["torchrun", "--nproc-per-node", "8", "-m", "headmax", "train"]
+            assert (convert[:2], evaluate[:2]) == (["headmax", "convert"], ["headmax", "eval"])
+            for name in names.split():
+                words = [word.replace("$r", name).replace("data/slimpajama", str(data)) for word in train[6:]]
+                with mock.patch("headmax.train.trainer.fit") as fit:
+                    tyro.cli(train_command(words), args=words)
+                model, config, source, out = fit.call_args.args
+                assert (out, source.length, config.batch_size % 8) == (Path("runs") / name, 4096, 0)
+                seen.append((name, model.num_heads, config.token_budget))
+    assert len({name for name, _, _ in seen}) == 7 + 6 + 6
+    assert all(tokens == 15_000_000_000 for _, _, tokens in seen)
