@@ -73,7 +73,7 @@ class Shown:
 
 def continue_text(engine: Engine, prompt: str, prefix: PrefixState | None, settings: Settings) -> Completion:
     """Shows the continuation on standard output and a line about it on standard error."""
-    ends = engine.model.config.eos_token_id
+    ends = engine.model.generation_config.eos_token_id
     ends = [] if ends is None else [ends] if isinstance(ends, int) else ends
     request = Request(prompt, prefix, settings.max_new_tokens, settings.sampling, ends, settings.stop_strings)
 

@@ -27,6 +27,8 @@ def to_hf(run: Path, out: Path) -> None:
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"{out} is not empty: give a new folder")
     model = load_model(run)
+    ends = [token for token in (model.config.bos_token_id, model.config.eos_token_id) if isinstance(token, int)]
+    model.generation_config.eos_token_id = ends or None  # in the data nothing ends a document but the first token of the next
     model.save_pretrained(out)
     write_card(model, out)
     if (run / "tokenizer.json").is_file():
