@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
@@ -251,8 +252,10 @@ def _ends(rows: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _sums(requests: Sequence[Request], logprobs: Tensor, hits: Tensor, owner: Sequence[int]) -> list[Score]:
-    """Scores from those of single targets, `owner` being the request of each."""
-    index = torch.tensor(owner, device=logprobs.device)
-    totals = logprobs.new_zeros(len(requests), dtype=torch.float64).index_add_(0, index, logprobs.double()).tolist()
-    counts = hits.new_zeros(len(requests), dtype=torch.int64).index_add_(0, index, hits.long()).tolist()
-    return [Score(request.id, total, count) for request, total, count in zip(requests, totals, counts, strict=True)]
+    """Scores from those of single targets, `owner` being the request of each. Summed exactly: a document has thousands of targets."""
+    parts: list[list[float]] = [[] for _ in requests]
+    counts = [0] * len(requests)
+    for n, logprob, hit in zip(owner, logprobs.tolist(), hits.tolist(), strict=True):
+        parts[n].append(logprob)
+        counts[n] += hit
+    return [Score(request.id, math.fsum(part), count) for request, part, count in zip(requests, parts, counts, strict=True)]
