@@ -237,12 +237,8 @@ def gates(results: Results) -> Lines:
             found = [record for seed in SEEDS if (record := results.record("gate entropy", Run(b, v, seed=seed)))]
             for gate in ("read", "write"):
                 per_layer = [[record.extra["gates"][f"{n}/{gate}"] for record in found] for n in layers]
-                cells = [
-                    f"{mean(x['entropy'] for x in one):.2f} ({mean(max(x['share']) for x in one):.2f})" if one else MISSING
-                    for one in per_layer
-                ]
                 dead = str(sum(len(x["dead"]) for one in per_layer for x in one)) if found else MISSING
-                rows.append([f"{TITLES[b]}, {v}, {gate}", *cells, dead])
+                rows.append([f"{TITLES[b]}, {v}, {gate}", *map(entropy, per_layer), dead])
     yield table(["gate", *(f"layer {n}" for n in layers), "dead heads"], rows)
     yield ""
     yield "Entropy of the gate over 4 heads (1: an even split, 0: one head takes all) and, in brackets, the largest mean share of a head."
