@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headmax.layers.rotary import Rotary
 from headmax.layers.triton_launch import after_the_last, early
-from headmax.ops.gated_delta_rule.triton_step import gated_delta_rule_step
+from headmax.ops.gated_delta_rule.triton_step import add_both, gated_delta_rule_step
 from headmax.ops.gla.triton_step import gla_step
 from headmax.ops.linear_attention.triton_step import linear_attention_step
 from headmax.ops.triton_tiles import processors
@@ -47,32 +47,57 @@ def feature(x, inside, FEATURE: tl.constexpr):
 
 
 @triton.jit
-def score_terms(scored, weight, H: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr):
-    """What sums up to all heads' scores: from their queries or keys [BH, BK] where there is a weight, else as they were projected [BH]."""
-    heads, channel = tl.arange(0, BH), tl.arange(0, BK)
+def score_weight(weight, H: tl.constexpr, K: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr):
+    """A gate's weights [BH, BK], where there are any."""
     if weight is None:
-        return tl.load(scored + heads, mask=heads < H, other=0.0).to(tl.float32)
+        return None
     else:
-        inside = (heads[:, None] < H) & (channel[None, :] < K)
-        w = tl.load(weight + heads[:, None] * K + channel[None, :], mask=inside, other=0.0)
-        x = tl.load(scored + (heads[:, None] // (H // KEY_HEADS)) * K + channel[None, :], mask=inside, other=0.0)
-        return x.to(tl.float32) * w.to(tl.float32)
+        heads, channel = tl.arange(0, BH)[:, None], tl.arange(0, BK)[None, :]
+        return tl.load(weight + heads * K + channel, mask=(heads < H) & (channel < K), other=0.0).to(tl.float32)
 
 
 @triton.jit
-def own_gate(terms, head, temperature, scale, H: tl.constexpr, KIND: tl.constexpr, BH: tl.constexpr):
-    """This head's gate from all heads' scores."""
+def score_terms(scored, weight, H: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr):
+    """What sums up to all heads' scores: from their queries or keys [BH, BK] where there is a weight, else as they were projected [BH]."""
+    heads, channel = tl.arange(0, BH), tl.arange(0, BK)[None, :]
+    if weight is None:
+        return tl.load(scored + heads, mask=heads < H, other=0.0).to(tl.float32)
+    else:
+        inside = (heads[:, None] < H) & (channel < K)
+        return weight * tl.load(scored + (heads[:, None] // (H // KEY_HEADS)) * K + channel, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def larger_both(a, b, c, d):
+    return tl.maximum(a, c), tl.maximum(b, d)
+
+
+@triton.jit
+def add_four(a, b, c, d, e, f, g, h):
+    return a + e, b + f, c + g, d + h
+
+
+@triton.jit
+def own_gates(reads, writes, head, temperature, scale, H: tl.constexpr, KIND: tl.constexpr, BH: tl.constexpr):
+    """This head's two gates from the terms of all heads' scores; sums of both are taken at once, since each waits for the whole program."""
     if KIND == "uniform":
-        return scale / H
+        return scale / H, scale / H
     else:
         heads = tl.arange(0, BH)
-        score = temperature * (tl.sum(terms, 1) if len(terms.shape) == 2 else terms)
+        if len(reads.shape) == 2:
+            reads, writes = tl.reduce((reads, writes), 1, add_both)
+        reads *= temperature
+        writes *= temperature
         if KIND == "softmax":
-            score = tl.where(heads < H, score, -float("inf"))
-            powers = tl.exp(score - tl.max(score, 0))
-            return scale * tl.sum(tl.where(heads == head, powers, 0.0), 0) / tl.sum(powers, 0)
+            reads, writes = tl.where(heads < H, reads, -float("inf")), tl.where(heads < H, writes, -float("inf"))
+            most_read, most_written = tl.reduce((reads, writes), 0, larger_both)
+            reads, writes = tl.exp(reads - most_read), tl.exp(writes - most_written)
+            own_read, own_write = tl.where(heads == head, reads, 0.0), tl.where(heads == head, writes, 0.0)
+            read, write, all_read, all_written = tl.reduce((own_read, own_write, reads, writes), 0, add_four)
+            return scale * read / all_read, scale * write / all_written
         else:
-            return 2 * scale / H * tl.sigmoid(tl.sum(tl.where(heads == head, score, 0.0), 0))
+            read, write = tl.reduce((tl.where(heads == head, reads, 0.0), tl.where(heads == head, writes, 0.0)), 0, add_both)
+            return 2 * scale / H * tl.sigmoid(read), 2 * scale / H * tl.sigmoid(write)
 
 
 @triton.jit
@@ -83,7 +108,7 @@ def mixer_step_kernel(
     READS: tl.constexpr, WRITES: tl.constexpr,
     H: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RANK: tl.constexpr,
     DECAY: tl.constexpr, FEATURE: tl.constexpr, KIND: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr, EARLY: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr, BR: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """BV value channels of one head of one sequence. `projected` has a row per sequence; Q, KEYS, ... say where each part of it starts."""
     head, sequence = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -91,11 +116,23 @@ def mixer_step_kernel(
     inside, key_head = channel < K, head // (H // KEY_HEADS)
     tile = state + ((sequence * H + head) * K + channel[:, None]) * V + column[None, :]
     there = inside[:, None] & (column[None, :] < V)
-    memory = tl.load(tile, mask=there, other=0.0).to(tl.float32)  # asked for before anything else: it comes from farthest
+    at, other = key_head * K + channel, key_head * K + (channel + K // 2) % K
+    # what no kernel of this step writes is asked for first: it comes from farthest
+    memory = tl.load(tile, mask=there, other=0.0).to(tl.float32)
+    if DECAY == "channel":
+        ranks = tl.arange(0, BR)
+        bias = tl.load(decay_bias + at, mask=inside, other=0.0).to(tl.float32)
+        rise = tl.load(
+            decay_weight + ranks[:, None] * KEY_HEADS * K + at[None, :], mask=(ranks[:, None] < RANK) & inside[None, :], other=0.0
+        )
+    elif DECAY != "none":
+        bias = tl.load(decay_bias + head).to(tl.float32)
+        if DECAY == "delta":
+            rise = tl.load(decay_weight + head).to(tl.float32)
+    w_read, w_write = score_weight(read_weight, H, K, BH, BK), score_weight(write_weight, H, K, BH, BK)
     after_the_last(EARLY)
     row = projected + sequence * stride
     v = tl.load(row + VALUES + head * V + column, mask=column < V, other=0.0).to(tl.float32)
-    at, other = key_head * K + channel, key_head * K + (channel + K // 2) % K
     q = tl.load(row + Q + at, mask=inside, other=0.0).to(tl.float32)
     k = tl.load(row + KEYS + at, mask=inside, other=0.0).to(tl.float32)
     q_other, k_other = q, k
@@ -104,20 +141,21 @@ def mixer_step_kernel(
         sin += sequence * (K // 2)
         q_other = tl.load(row + Q + other, mask=inside, other=0.0).to(tl.float32)
         k_other = tl.load(row + KEYS + other, mask=inside, other=0.0).to(tl.float32)
-    reads, writes = None, None
-    if READ != "none" and KIND != "uniform":
-        reads = score_terms(row + (READS if read_weight is None else Q), read_weight, H, KEY_HEADS, K, BH, BK)
-    if WRITE and KIND != "uniform":
-        writes = score_terms(row + (WRITES if write_weight is None else KEYS), write_weight, H, KEY_HEADS, K, BH, BK)
-
-    read, write = 1.0, 1.0
-    if READ != "none":
-        read = own_gate(reads, head, temperature, gate_scale, H, KIND, BH)
+    reads, writes, read, write = None, None, 1.0, 1.0
+    if KIND != "uniform":
+        if READ != "none":
+            reads = score_terms(row + (READS if w_read is None else Q), w_read, H, KEY_HEADS, K, BH, BK)
+        if WRITE:
+            writes = score_terms(row + (WRITES if w_write is None else KEYS), w_write, H, KEY_HEADS, K, BH, BK)
+    if READ != "none" and WRITE:
+        read, write = own_gates(reads, writes, head, temperature, gate_scale, H, KIND, BH)
+    elif READ != "none":
+        read, _ = own_gates(reads, reads, head, temperature, gate_scale, H, KIND, BH)
+    elif WRITE:
+        _, write = own_gates(writes, writes, head, temperature, gate_scale, H, KIND, BH)
     if READ == "after_norm":
         tl.store(read_out + sequence * H + head, read, mask=tl.program_id(0) == 0)
         read = 1.0
-    if WRITE:
-        write = own_gate(writes, head, temperature, gate_scale, H, KIND, BH)
     q = featured(q, channel, inside, cos, sin, q_other, K, FEATURE)
     k = featured(k, channel, inside, cos, sin, k_other, K, FEATURE)
     read *= scale
@@ -125,21 +163,17 @@ def mixer_step_kernel(
     if DECAY == "none":
         memory, o = linear_attention_step(memory, q, k, v, 1.0, read, write)
     elif DECAY == "head":
-        decay = tl.exp(tl.load(decay_bias + head).to(tl.float32))
-        memory, o = linear_attention_step(memory, q, k, v, decay, read, write)
+        memory, o = linear_attention_step(memory, q, k, v, tl.exp(bias), read, write)
     elif DECAY == "channel":
-        x = tl.load(decay_bias + at, mask=inside, other=0.0).to(tl.float32)
-        for r in tl.static_range(RANK):
-            up = tl.load(decay_weight + r * KEY_HEADS * K + at, mask=inside, other=0.0)
-            x += tl.load(row + DECAYS + r).to(tl.float32) * up.to(tl.float32)
+        low = tl.load(row + DECAYS + ranks, mask=ranks < RANK, other=0.0).to(tl.float32)
+        x = bias + tl.sum(low[:, None] * rise.to(tl.float32), 0)
         log_sigmoid = tl.minimum(x, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(x)))
         memory, o = gla_step(memory, q, k, v, tl.exp(log_sigmoid / normalizer), read, write)
     else:
-        x = tl.load(row + DECAYS + head).to(tl.float32) + tl.load(decay_bias + head).to(tl.float32)
+        x = tl.load(row + DECAYS + head).to(tl.float32) + bias
         softplus = tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
-        decay = tl.exp(-tl.exp(tl.load(decay_weight + head).to(tl.float32)) * softplus)
         beta = tl.sigmoid(tl.load(row + BETAS + head).to(tl.float32))
-        memory, o = gated_delta_rule_step(memory, q, k, v, decay, beta, read, write)
+        memory, o = gated_delta_rule_step(memory, q, k, v, tl.exp(-tl.exp(rise) * softplus), beta, read, write)
     tl.store(tile, memory.to(state.dtype.element_ty), mask=there)
     tl.store(out + (sequence * H + head) * V + column, o, mask=column < V)
 
@@ -178,6 +212,7 @@ def mixer_step(
         BK=max(16, triton.next_power_of_2(key)),
         BV=width,
         BH=triton.next_power_of_2(heads),
+        BR=triton.next_power_of_2(arguments["RANK"]),
         num_warps=warps,
         **(early(state.device) if rows == 1 else {"EARLY": False}),
         **starts,

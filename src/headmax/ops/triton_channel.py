@@ -6,8 +6,11 @@ matrix product of what is read with and what is written. Where a channel decays 
 overflow: for such a chunk `half` is 0 and the scores come from several products. Blocks of 16 tokens are done as before. Then, for halves
 of 16 and of 32 tokens, those of a right half read, through the decay since the boundary, what those of the left half beside it wrote,
 through the decay until it: every pair of tokens meets once, and no factor is above 1. Where the blocks decay too much as well, they are
-single tokens, and halves of 1, 2, 4 and 8 come first. That is exact for any decay. It takes several times as long, so it is done (EXACT)
-only for the chunks that need it; trained models have them.
+single tokens, and halves of 1, 2, 4 and 8 come first. That is exact for any decay. It takes longer, so it is done (EXACT) only for the
+chunks that need it; trained models have them.
+
+All decays are differences of running sums, which are made once and lie in memory, to be read wherever a boundary is: float32, or float64
+for float32 inputs.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import triton
 import triton.language as tl
 
 from headmax.ops.packing import CHUNK
+from headmax.ops.triton_common import chunk_span, tile
 
 SIZES = tl.constexpr(CHUNK.bit_length() - 1)
 """Halves of 2^0, 2^1, ... tokens, up to half a chunk."""
@@ -28,67 +32,72 @@ def high_part(x):
 
 
 @triton.jit
-def sum_where(chosen, x, PRECISION: tl.constexpr):
-    """Sums of rows of x [C, ...], those `chosen` for each [C, C], by the matrix units, in two parts or more that keep 22 bits."""
-    ones = chosen.to(tl.float32)
-    if PRECISION == "tf32x3":
-        return tl.dot(ones, x, input_precision=PRECISION)
-    else:
-        high = high_part(x)
-        return tl.dot(ones, x - high, tl.dot(ones, high, input_precision="tf32"), input_precision="tf32")
-
-
-@triton.jit
-def running_sum(x, C: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr):
-    """Sums down the rows of [C, ...], from the end if REVERSE.
+def sums_from_the_end(x, C: tl.constexpr, PRECISION: tl.constexpr):
+    """Sums of the rows of x [C, ...] from each on, by the matrix units, in two parts that keep 22 bits.
 
     For float32 inputs one by one: the matrix units cut off what they add instead of rounding it, which a long sum shows.
     """
     if PRECISION == "tf32x3":
-        return tl.cumsum(x, 0, reverse=REVERSE)
+        return tl.cumsum(x, 0, reverse=True)
     else:
         rows = tl.arange(0, C)
-        if REVERSE:
-            return sum_where(rows[:, None] <= rows[None, :], x, PRECISION)
-        else:
-            return sum_where(rows[:, None] >= rows[None, :], x, PRECISION)
+        ones, high = (rows[:, None] <= rows[None, :]).to(tl.float32), high_part(x)
+        return tl.dot(ones, x - high, tl.dot(ones, high, input_precision="tf32"), input_precision="tf32")
 
 
 @triton.jit
-def chunk_steps(log_decay, first, count, head, k_start, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr):
-    """The log-decays of a chunk [C, BK]."""
-    rows, columns = tl.arange(0, C), k_start + tl.arange(0, BK)
-    inside = (rows[:, None] < count) & (columns[None, :] < K)
-    return tl.load(log_decay + ((first + rows[:, None]) * H + head) * K + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+def sums_kernel(
+    log_decay, sums, whole, mild, table, T,
+    H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """The running sums of a chunk's log-decays, the decay of the whole chunk, and whether it is mild enough for one product."""
+    chunk, head = tl.program_id(0) // H, tl.program_id(0) % H
+    first, count = chunk_span(chunk, table, T, C, PACKED)
+    index, lowest = chunk.to(tl.int64) * H + head, 0.0
+    for k_start in range(0, K, BK):
+        p_g, inside = tile(log_decay, first, count, head, k_start, H, K, C, BK)
+        p_s, in_s = tile(sums, first, count, head, k_start, H, K, C, BK)
+        step = tl.maximum(tl.load(p_g, mask=inside, other=0.0).to(sums.dtype.element_ty), -100.0)  # exp(-100) is 0 in float32
+        tl.store(p_s, tl.cumsum(step, 0), mask=inside)
+        total, columns = tl.sum(step, 0).to(tl.float32), k_start + tl.arange(0, BK)
+        tl.store(whole + index * K + columns, total, mask=columns < K)
+        lowest = tl.minimum(lowest, tl.min(total, 0))
+    tl.store(mild + index, tl.where(lowest > -80.0, 1, 0))
+
+
+@triton.jit
+def sums_at(sums, rows, first, count, head, k_start, H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
+    """The running sums of a chunk at these rows, or at its last if it is shorter [rows, BK]."""
+    at, columns = first + tl.minimum(rows, count - 1)[:, None], k_start + tl.arange(0, BK)[None, :]
+    return tl.load(sums + (at * H + head) * K + columns, mask=columns < K, other=0.0)
 
 
 @triton.jit
 def channel_decays(
-    log_decay, first, count, head, k_start, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, EXACT: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The steps of a chunk [C, BK]; what its tokens read and write through [C, BK]; log-decay of the chunk and its `half` [BK]."""
+    sums, first, count, head, k_start, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, EXACT: tl.constexpr
+):
+    """What the tokens of a chunk read and write through [C, BK]."""
     rows = tl.arange(0, C)
-    step = chunk_steps(log_decay, first, count, head, k_start, H, K, C, BK)
-    whole = tl.sum(step, 0)
-    if EXACT:  # the sum of what comes after a token is no difference of two large sums
-        half = tl.zeros([BK], tl.float32)
-        reads = tl.exp(sum_where(rows[:, None] >= rows[None, :], step, PRECISION))
-        writes = tl.exp(sum_where(rows[:, None] < rows[None, :], step, PRECISION))
+    b, last = sums_at(sums, rows, first, count, head, k_start, H, K, BK), sums_at(sums, rows * 0 + C, first, count, head, k_start, H, K, BK)
+    if EXACT:
+        return tl.exp(b.to(tl.float32)), tl.exp((last - b).to(tl.float32))
     else:
-        half = 0.5 * whole
-        offset = running_sum(step, C, False, PRECISION) - half[None, :]
-        reads, writes = tl.exp(offset), tl.exp(-offset)
-    return step, reads, writes, whole, half
+        offset = (b - 0.5 * last).to(tl.float32)
+        return tl.exp(offset), tl.exp(-offset)
 
 
 @triton.jit
-def blocks(q, k, step, C: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+def blocks(
+    q, k, sums, first, count, head, k_start, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, DTYPE: tl.constexpr
+):
     """The power of two of the blocks' size, 4 or 0, which pairs meet in one [C, C], and for each token, seen from its block's first, what
     scales it when it reads and when it has written, and what it reads with and has written [C, BK]."""
     rows = tl.arange(0, C)
-    since = (rows[None, :] <= rows[:, None]) & (rows[None, :] // 16 == rows[:, None] // 16) & (rows[None, :] % 16 != 0)
-    log = sum_where(since, step, PRECISION)
+    b, start = (
+        sums_at(sums, rows, first, count, head, k_start, H, K, BK),
+        sums_at(sums, rows // 16 * 16, first, count, head, k_start, H, K, BK),
+    )
+    log = (b - start).to(tl.float32)
     mild = tl.min(tl.min(log, 1), 0) > -80.0
     log = tl.where(mild, log, 0.0) + 40.0
     power = tl.where(mild, 4, 0)
@@ -97,39 +106,47 @@ def blocks(q, k, step, C: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.const
 
 
 @triton.jit
-def halves(q, k, step, power, C: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+def halves(
+    q, k, sums, power, first, count, head, k_start, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, DTYPE: tl.constexpr
+):
     """Of a chunk cut into halves of 2^power tokens: which rows are in right halves [C, 1], which pairs meet at this size [C, C], the decay
     between each token and its boundary [C, BK], and what it reads with, in right halves, or has written, in left ones [C, BK]."""
     rows = tl.arange(0, C)
     half, other = rows[:, None] >> power, rows[None, :] >> power
-    right = half % 2 == 1
-    between = tl.where(right, rows[None, :] <= rows[:, None], rows[None, :] > rows[:, None]) & (half == other)
-    decay = tl.exp(sum_where(between, step, PRECISION))
+    right, boundary = half % 2 == 1, (((rows >> power) | 1) << power) - 1
+    b, at = sums_at(sums, rows, first, count, head, k_start, H, K, BK), sums_at(sums, boundary, first, count, head, k_start, H, K, BK)
+    decay = tl.exp(tl.where(right, b - at, at - b).to(tl.float32))
     return right, right & (half == other + 1), decay, (tl.where(right, q, k) * decay).to(DTYPE)
 
 
 @triton.jit
-def exact_scores(q, k, step, C: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+def exact_scores(
+    q, k, sums, first, count, head, k_start,
+    H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """A [C, C], to be masked by the caller; its upper triangle is undefined."""
-    power, pairs, reads, writes, x_q, x_k = blocks(q, k, step, C, DTYPE, PRECISION)
+    power, pairs, reads, writes, x_q, x_k = blocks(q, k, sums, first, count, head, k_start, H, K, C, BK, DTYPE)
     scores = tl.where(pairs, tl.dot(x_q, tl.trans(x_k), input_precision=PRECISION), 0.0)
     for larger in range(power, SIZES):
-        right, pairs, decay, x = halves(q, k, step, larger, C, DTYPE, PRECISION)
+        right, pairs, decay, x = halves(q, k, sums, larger, first, count, head, k_start, H, K, C, BK, DTYPE)
         scores = tl.where(pairs, tl.dot(x, tl.trans(x), input_precision=PRECISION), scores)
     return scores
 
 
 @triton.jit
-def exact_score_gradients(d_scores, q, k, step, C: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+def exact_score_gradients(
+    d_scores, q, k, sums, first, count, head, k_start,
+    H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Gradients of q and k [C, BK] for masked d_scores [C, C]; and q g_q - k g_k, whose terms for a pair cancel to the last bit."""
-    power, pairs, reads, writes, x_q, x_k = blocks(q, k, step, C, DTYPE, PRECISION)
+    power, pairs, reads, writes, x_q, x_k = blocks(q, k, sums, first, count, head, k_start, H, K, C, BK, DTYPE)
     met = tl.where(pairs, d_scores, 0.0).to(DTYPE)
     g_q, g_k = tl.dot(met, x_k, input_precision=PRECISION), tl.dot(tl.trans(met), x_q, input_precision=PRECISION)
     each = g_q * x_q.to(tl.float32) - g_k * x_k.to(tl.float32)
     g_q *= reads
     g_k *= writes
     for larger in range(power, SIZES):
-        right, pairs, decay, x = halves(q, k, step, larger, C, DTYPE, PRECISION)
+        right, pairs, decay, x = halves(q, k, sums, larger, first, count, head, k_start, H, K, C, BK, DTYPE)
         met = tl.where(pairs, d_scores, 0.0).to(DTYPE)
         g_x = tl.dot(met + tl.trans(met), x, input_precision=PRECISION)
         each += tl.where(right, g_x, -g_x) * x.to(tl.float32)

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headmax.ops.packing import CHUNK, Packing
-from headmax.ops.triton_channel import channel_decays, chunk_steps, exact_score_gradients, exact_scores, running_sum
+from headmax.ops.triton_channel import channel_decays, exact_score_gradients, exact_scores, sums_from_the_end, sums_kernel
 from headmax.ops.triton_common import (
     Layout,
     causal_mask,
@@ -47,27 +47,20 @@ from headmax.ops.triton_tiles import processors, tile_arguments
 
 @triton.jit
 def prepare_kernel(
-    q, k, log_decay, read_gate, write_gate, reading, writing, scores, whole, half, mild, table, scale, T,
+    q, k, log_decay, sums, read_gate, write_gate, reading, writing, scores, whole, mild, table, scale, T,
     H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, DECAY: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr,
     PACKED: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Everything of a chunk that depends on gates and decays. Chunks with a decay that is not mild are left to EXACT."""
+    """Everything of a chunk that depends on gates and decays. Chunks with decays per channel that are not mild are left to EXACT."""
     chunk, head = tl.program_id(0), tl.program_id(1)
     first, count = chunk_span(chunk, table, T, C, PACKED)
     index = chunk.to(tl.int64) * H + head
-    if EXACT:
-        if tl.load(mild + index) != 0:
-            return
-    elif DECAY == "channel":
-        lowest = 0.0
-        for k_start in range(0, K, BK):
-            lowest = tl.minimum(lowest, tl.min(tl.sum(chunk_steps(log_decay, first, count, head, k_start, H, K, C, BK), 0), 0))
-        tl.store(mild + index, tl.where(lowest > -80.0, 1, 0))
-        if lowest <= -80.0:
+    if DECAY == "channel":
+        if (tl.load(mild + index) != 0) == EXACT:
             return
     read = row_values(read_gate, first, count, head, H, C, READ)[:, None] * scale
     write = row_values(write_gate, first, count, head, H, C, WRITE)[:, None]
-    sums = tl.zeros([C, C], tl.float32)
+    products = tl.zeros([C, C], tl.float32)
     if DECAY != "channel":
         d, from_start, to_end, total = decay_matrix(log_decay, first, count, head, H, C, DECAY)
         tl.store(whole + index, total)
@@ -77,20 +70,15 @@ def prepare_kernel(
         t_q, t_k = tl.load(p_q, mask=inside, other=0.0), tl.load(p_k, mask=inside, other=0.0)
         gated_q, gated_k = t_q.to(tl.float32) * read, t_k.to(tl.float32) * write
         if DECAY == "channel":
-            step, reads, writes, all_of_it, half_of_it = channel_decays(
-                log_decay, first, count, head, k_start, H, K, C, BK, EXACT, PRECISION
-            )
+            reads, writes = channel_decays(sums, first, count, head, k_start, H, K, C, BK, EXACT)
             if EXACT:
-                sums += exact_scores(gated_q, gated_k, step, C, t_q.dtype, PRECISION)
+                products += exact_scores(gated_q, gated_k, sums, first, count, head, k_start, H, K, C, BK, t_q.dtype, PRECISION)
             gated_q *= reads
             gated_k *= writes
             if not EXACT:
-                sums += tl.dot(gated_q.to(t_q.dtype), tl.trans(gated_k.to(t_k.dtype)), input_precision=PRECISION)
-            columns = k_start + tl.arange(0, BK)
-            tl.store(whole + index * K + columns, all_of_it, mask=columns < K)
-            tl.store(half + index * K + columns, half_of_it, mask=columns < K)
+                products += tl.dot(gated_q.to(t_q.dtype), tl.trans(gated_k.to(t_k.dtype)), input_precision=PRECISION)
         else:
-            sums += tl.dot(t_q, tl.trans(t_k), input_precision=PRECISION)
+            products += tl.dot(t_q, tl.trans(t_k), input_precision=PRECISION)
             gated_q *= from_start[:, None]
             gated_k *= to_end[:, None]
         p_r, in_r = tile(reading, first, count, head, k_start, H, K, C, BK)
@@ -98,11 +86,11 @@ def prepare_kernel(
         tl.store(p_r, gated_q.to(reading.dtype.element_ty), mask=inside)
         tl.store(p_w, gated_k.to(writing.dtype.element_ty), mask=inside)
     if DECAY == "channel":
-        sums = tl.where(causal_mask(count, C), sums, 0.0)
+        products = tl.where(causal_mask(count, C), products, 0.0)
     else:
-        sums *= d * read * tl.trans(write)
+        products *= d * read * tl.trans(write)
     p_a, in_a = tile(scores, first, count, head, 0, H, C, C, C)
-    tl.store(p_a, sums.to(scores.dtype.element_ty), mask=in_a)
+    tl.store(p_a, products.to(scores.dtype.element_ty), mask=in_a)
 
 
 @triton.jit
@@ -126,7 +114,7 @@ def scaled(state, log_factor, CHANNEL: tl.constexpr):
 
 @triton.jit
 def scan_kernel(
-    keys, values, whole, half, initial, states, final, decays, table, starts, segments, T,
+    keys, values, whole, mild, initial, states, final, decays, table, starts, segments, T,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CHANNEL: tl.constexpr,
     PACKED: tl.constexpr, REVERSE: tl.constexpr, HAS_INITIAL: tl.constexpr, STORE: tl.constexpr, LAST: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -160,7 +148,7 @@ def scan_kernel(
         decay = load_decays(whole, index, k_start, K, BK, CHANNEL)
         added = tl.dot(tl.trans(t_k), t_v, input_precision=PRECISION)
         if CHANNEL:
-            part = load_decays(half, index, k_start, K, BK, CHANNEL)
+            part = tl.where(tl.load(mild + index) != 0, 0.5 * decay, 0.0)
             added = scaled(added, part, CHANNEL)
         if STORE:
             p_s, in_s = state_tile(states, index, k_start, v_start, K, V, BK, BV)
@@ -235,8 +223,8 @@ def combine_kernel(
 
 @triton.jit
 def query_key_gradients_kernel(
-    q, k, v, d_o, log_decay, read_gate, write_gate, reading, writing, states, d_states, mild, d_q, d_k, d_read, d_write, d_decay, table,
-    scale, T, tokens,
+    q, k, v, d_o, log_decay, sums, read_gate, write_gate, reading, writing, states, d_states, whole, mild, d_q, d_k, d_read, d_write,
+    d_decay, table, scale, T, tokens,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     DECAY: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr, PACKED: tl.constexpr, DECAY_GRADIENT: tl.constexpr,
     EXACT: tl.constexpr, PRECISION: tl.constexpr,
@@ -275,11 +263,12 @@ def query_key_gradients_kernel(
         scores = tl.where(causal_mask(count, C), scores, 0.0)
         leaves = tl.sum(g_k * as_written.to(tl.float32), 0)
         if EXACT:
-            step, reads, writes, whole, half = channel_decays(log_decay, first, count, head, k_start, H, K, C, BK, EXACT, PRECISION)
             gated_q, gated_k = t_q.to(tl.float32) * read, t_k.to(tl.float32) * write
-            more_q, more_k, each = exact_score_gradients(scores, gated_q, gated_k, step, C, t_q.dtype, PRECISION)
+            more_q, more_k, each = exact_score_gradients(
+                scores, gated_q, gated_k, sums, first, count, head, k_start, H, K, C, BK, t_q.dtype, PRECISION
+            )
             each += g_q * as_read.to(tl.float32) - g_k * as_written.to(tl.float32)
-            leaves += kept * tl.exp(whole)
+            leaves += kept * tl.exp(load_decays(whole, index, k_start, K, BK, True))
         else:  # in `each` the scores' share nearly cancels, which needs the very same rounded factors in both its terms
             rounded = scores.to(as_read.dtype)
             g_q += tl.dot(rounded, as_written, input_precision=PRECISION)
@@ -288,13 +277,13 @@ def query_key_gradients_kernel(
             leaves += kept  # both states are scaled by exp(half) already
         if DECAY_GRADIENT:
             p_g, in_g = tile(d_decay, first, count, head, k_start, H, K, C, BK)
-            tl.store(p_g, running_sum(each, C, True, PRECISION) + leaves[None, :], mask=inside)
+            tl.store(p_g, sums_from_the_end(each, C, PRECISION) + leaves[None, :], mask=inside)
+        reads, writes = channel_decays(sums, first, count, head, k_start, H, K, C, BK, EXACT)
+        g_q *= reads
+        g_k *= writes
         if EXACT:
-            g_q, g_k = g_q * reads + more_q, g_k * writes + more_k
-        else:
-            step, reads, writes, whole, half = channel_decays(log_decay, first, count, head, k_start, H, K, C, BK, EXACT, PRECISION)
-            g_q *= reads
-            g_k *= writes
+            g_q += more_q
+            g_k += more_k
     else:
         d, from_start, to_end, total = decay_matrix(log_decay, first, count, head, H, C, DECAY)
         scores *= d
@@ -339,10 +328,10 @@ class Prepared(NamedTuple):
     """[batch, time, heads, CHUNK]"""
     whole: Tensor
     """[chunks, heads], or [chunks, heads, key] for a decay per channel."""
-    half: Tensor
-    """[chunks, heads, key] for a decay per channel, else empty."""
     mild: Tensor
-    """[chunks, heads] whether the decays were mild enough for one product, for a decay per channel, else empty."""
+    """[chunks, heads] whether the decays are mild enough for one product, for a decay per channel, else empty."""
+    sums: Tensor
+    """[batch, time, heads, key] running sums of each chunk's log-decays, for a decay per channel, else empty."""
 
 
 def prepare(
@@ -355,20 +344,24 @@ def prepare(
         writing=torch.empty_like(k),
         scores=q.new_empty(batch, time, heads, CHUNK),
         whole=q.new_empty((*per_chunk, key) if channel else per_chunk, dtype=torch.float32),
-        half=q.new_empty((*per_chunk, key) if channel else (0,), dtype=torch.float32),
         mild=q.new_empty(per_chunk if channel else (0,), dtype=torch.int32),
+        sums=q.new_empty(q.shape if channel else (0,), dtype=torch.float64 if q.dtype == torch.float32 else torch.float32),
     )
+    shape = shape_arguments(q, layout)
+    if channel:
+        few = {name: shape[name] for name in ("T", "H", "K", "C", "PACKED")} | {"BK": 64}
+        sums_kernel[(layout.chunks * heads,)](log_decay, made.sums, made.whole, made.mild, layout.table, **few)
     tiles = tile_arguments("prepare_channel" if channel else "prepare", q, key)
     for exact in (False, True) if channel else (False,):
         prepare_kernel[per_chunk](
-            q, k, log_decay, read_gate, write_gate, *made, layout.table, scale, **shape_arguments(q, layout), DECAY=decay_kind(log_decay),
-            READ=read_gate is not None, WRITE=write_gate is not None, EXACT=exact, **tiles,
+            q, k, log_decay, made.sums, read_gate, write_gate, made.reading, made.writing, made.scores, made.whole, made.mild, layout.table,
+            scale, **shape, DECAY=decay_kind(log_decay), READ=read_gate is not None, WRITE=write_gate is not None, EXACT=exact, **tiles,
         )  # fmt: skip
     return made
 
 
 def scan(
-    keys: Tensor, values: Tensor, whole: Tensor, half: Tensor, initial: Tensor | None, layout: Layout, reverse: bool = False
+    keys: Tensor, values: Tensor, whole: Tensor, mild: Tensor, initial: Tensor | None, layout: Layout, reverse: bool = False
 ) -> tuple[Tensor, Tensor]:
     """The state each chunk begins with (ends with, if `reverse`) [chunks, H, K, V] in the values' dtype; the last state in float32.
 
@@ -385,7 +378,7 @@ def scan(
 
     def launch(begin: Tensor | None, end: Tensor, decays: Tensor, store: bool, last: bool) -> None:
         scan_kernel[(runs * segments * blocks,)](
-            keys, values, whole, half, begin, states, end, decays, layout.table, layout.starts, segments, **shape,
+            keys, values, whole, mild, begin, states, end, decays, layout.table, layout.starts, segments, **shape,
             HAS_INITIAL=begin is not None, STORE=store, LAST=last,
         )  # fmt: skip
 
@@ -428,9 +421,9 @@ def query_key_gradients(
         d_decay = torch.empty_like(q, dtype=torch.float32)
     for exact in (False, True) if kind == "channel" else (False,):
         query_key_gradients_kernel[(parts * layout.chunks * q.shape[2],)](
-            q, k, v, d_o, log_decay, read_gate, write_gate, prepared.reading, prepared.writing, states, d_states, prepared.mild, d_q, d_k,
-            d_read, d_write, d_decay, layout.table, scale, tokens=q.shape[0] * q.shape[1], V=v.shape[3], DECAY=kind,
-            DECAY_GRADIENT=decay_gradient, EXACT=exact, **shape_arguments(q, layout), **gates, **tiles,
+            q, k, v, d_o, log_decay, prepared.sums, read_gate, write_gate, prepared.reading, prepared.writing, states, d_states,
+            prepared.whole, prepared.mild, d_q, d_k, d_read, d_write, d_decay, layout.table, scale, tokens=q.shape[0] * q.shape[1],
+            V=v.shape[3], DECAY=kind, DECAY_GRADIENT=decay_gradient, EXACT=exact, **shape_arguments(q, layout), **gates, **tiles,
         )  # fmt: skip
     d_read, d_write, d_decay = (x[0] if there and parts == 1 else x.sum(0) if there else x
                                 for x, there in zip((d_read, d_write, d_decay), wanted, strict=True))  # fmt: skip
@@ -445,7 +438,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     layout = Layout(q.shape[0], q.shape[1], table, starts)
     prepared = prepare(q, k, log_decay, read_gate, write_gate, scale, layout)
-    states, final = scan(prepared.writing, v, prepared.whole, prepared.half, initial, layout)
+    states, final = scan(prepared.writing, v, prepared.whole, prepared.mild, initial, layout)
     return combine(prepared.reading, prepared.scores, v, states, layout), final
 
 
@@ -464,8 +457,8 @@ def _backward(
     """Gradients of q, k, v, log_decay, read_gate, write_gate, initial; an empty tensor where there is none."""
     layout, d_o = Layout(q.shape[0], q.shape[1], table, starts), d_o.contiguous()
     prepared = prepare(q, k, log_decay, read_gate, write_gate, scale, layout)
-    states, _ = scan(prepared.writing, v, prepared.whole, prepared.half, initial, layout)
-    d_states, d_initial = scan(prepared.reading, d_o, prepared.whole, prepared.half, d_final.contiguous(), layout, reverse=True)
+    states, _ = scan(prepared.writing, v, prepared.whole, prepared.mild, initial, layout)
+    d_states, d_initial = scan(prepared.reading, d_o, prepared.whole, prepared.mild, d_final.contiguous(), layout, reverse=True)
     d_v = combine(prepared.writing, prepared.scores, d_o, d_states, layout, transposed=True)
     d_q, d_k, *rows = query_key_gradients(
         q, k, v, d_o, log_decay, read_gate, write_gate, scale, prepared, states, d_states, layout, decay_gradient
