@@ -48,12 +48,9 @@ def feature(x, inside, FEATURE: tl.constexpr):
 
 @triton.jit
 def score_weight(weight, H: tl.constexpr, K: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr):
-    """A gate's weights [BH, BK], where there are any."""
-    if weight is None:
-        return None
-    else:
-        heads, channel = tl.arange(0, BH)[:, None], tl.arange(0, BK)[None, :]
-        return tl.load(weight + heads * K + channel, mask=(heads < H) & (channel < K), other=0.0).to(tl.float32)
+    """A gate's weights [BH, BK]."""
+    heads, channel = tl.arange(0, BH)[:, None], tl.arange(0, BK)[None, :]
+    return tl.load(weight + heads * K + channel, mask=(heads < H) & (channel < K), other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -129,7 +126,11 @@ def mixer_step_kernel(
         bias = tl.load(decay_bias + head).to(tl.float32)
         if DECAY == "delta":
             rise = tl.load(decay_weight + head).to(tl.float32)
-    w_read, w_write = score_weight(read_weight, H, K, BH, BK), score_weight(write_weight, H, K, BH, BK)
+    w_read, w_write = None, None
+    if read_weight is not None:
+        w_read = score_weight(read_weight, H, K, BH, BK)
+    if write_weight is not None:
+        w_write = score_weight(write_weight, H, K, BH, BK)
     after_the_last(EARLY)
     row = projected + sequence * stride
     v = tl.load(row + VALUES + head * V + column, mask=column < V, other=0.0).to(tl.float32)

@@ -1,13 +1,13 @@
 """Decay per key channel, on tiles in registers.
 
 With b the running sum of a chunk's log-decays, token i reads through exp(b_i - half) and token j writes through exp(b_C - b_j - half).
-`half` is half the chunk's decay, so that both factors stay within exp(±40) and the scores A_ij = Σ_c q_ic k_jc exp(b_ic - b_jc) are one
-matrix product of what is read with and what is written. Where a channel decays by more than exp(-80) over a chunk, the factors would
-overflow: for such a chunk `half` is 0 and the scores come from several products. Blocks of 16 tokens are done as before. Then, for halves
-of 16 and of 32 tokens, those of a right half read, through the decay since the boundary, what those of the left half beside it wrote,
-through the decay until it: every pair of tokens meets once, and no factor is above 1. Where the blocks decay too much as well, they are
-single tokens, and halves of 1, 2, 4 and 8 come first. That is exact for any decay. It takes longer, so it is done (EXACT) only for the
-chunks that need it; trained models have them.
+`half` is half the chunk's decay, so that both factors stay within exp(±60) and the scores A_ij = Σ_c q_ic k_jc exp(b_ic - b_jc) are one
+matrix product of what is read with and what is written. Where a channel decays by more than exp(-120) over a chunk, the factors would
+overflow: for such a chunk `half` is 0 and the scores come from several products. Blocks of 32 tokens are done as before. Then those of
+the right half of the chunk read, through the decay since the boundary, what those of the left half wrote, through the decay until it:
+every pair of tokens meets once, and no factor is above 1. Where blocks of 32 decay too much as well, they have 16 tokens, and halves of 16
+come before halves of 32; where those do, they are single tokens, and halves of 1, 2, 4, ... come first. That is exact for any decay. It
+takes longer, so it is done (EXACT) only for the chunks that need it; trained models have them.
 
 All decays are differences of running sums, which are made once and lie in memory, to be read wherever a boundary is: float32, or float64
 for float32 inputs.
@@ -20,6 +20,9 @@ import triton.language as tl
 
 from headmax.ops.packing import CHUNK
 from headmax.ops.triton_common import chunk_span, tile
+
+MILD = tl.constexpr(120.0)
+"""A decay of exp(-120), split in two, leaves factors of at most exp(60): float32's and bfloat16's range has room for queries and keys."""
 
 SIZES = tl.constexpr(CHUNK.bit_length() - 1)
 """Halves of 2^0, 2^1, ... tokens, up to half a chunk."""
@@ -62,14 +65,14 @@ def sums_kernel(
         total, columns = tl.sum(step, 0).to(tl.float32), k_start + tl.arange(0, BK)
         tl.store(whole + index * K + columns, total, mask=columns < K)
         lowest = tl.minimum(lowest, tl.min(total, 0))
-    tl.store(mild + index, tl.where(lowest > -80.0, 1, 0))
+    tl.store(mild + index, tl.where(lowest > -MILD, 1, 0))
 
 
 @triton.jit
 def sums_at(sums, rows, first, count, head, k_start, H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
     """The running sums of a chunk at these rows, or at its last if it is shorter [rows, BK]."""
-    at, columns = first + tl.minimum(rows, count - 1)[:, None], k_start + tl.arange(0, BK)[None, :]
-    return tl.load(sums + (at * H + head) * K + columns, mask=columns < K, other=0.0)
+    at, columns = tl.minimum(rows, count - 1)[:, None], k_start + tl.arange(0, BK)[None, :]
+    return tl.load(sums + (first * H + head) * K + (at * (H * K) + columns), mask=columns < K, other=0.0)
 
 
 @triton.jit
@@ -87,69 +90,80 @@ def channel_decays(
 
 
 @triton.jit
-def blocks(
-    q, k, sums, first, count, head, k_start, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, DTYPE: tl.constexpr
-):
-    """The power of two of the blocks' size, 4 or 0, which pairs meet in one [C, C], and for each token, seen from its block's first, what
-    scales it when it reads and when it has written, and what it reads with and has written [C, BK]."""
+def block_power(sums, first, count, head, k_start, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr):
+    """The power of two of the blocks' size: the largest for which their decay is mild."""
     rows = tl.arange(0, C)
-    b, start = (
-        sums_at(sums, rows, first, count, head, k_start, H, K, BK),
-        sums_at(sums, rows // 16 * 16, first, count, head, k_start, H, K, BK),
-    )
-    log = (b - start).to(tl.float32)
-    mild = tl.min(tl.min(log, 1), 0) > -80.0
-    log = tl.where(mild, log, 0.0) + 40.0
-    power = tl.where(mild, 4, 0)
-    reads, writes = tl.exp(log), tl.exp(-log)
-    return power, rows[:, None] >> power == rows[None, :] >> power, reads, writes, (q * reads).to(DTYPE), (k * writes).to(DTYPE)
+    b = sums_at(sums, rows, first, count, head, k_start, H, K, BK)
+    power = 5
+    if tl.min(tl.min((b - sums_at(sums, rows // 32 * 32, first, count, head, k_start, H, K, BK)).to(tl.float32), 1), 0) <= -MILD:
+        power = 4
+        if tl.min(tl.min((b - sums_at(sums, rows // 16 * 16, first, count, head, k_start, H, K, BK)).to(tl.float32), 1), 0) <= -MILD:
+            power = 0
+    return power
 
 
 @triton.jit
-def halves(
-    q, k, sums, power, first, count, head, k_start, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, DTYPE: tl.constexpr
+def meeting(
+    n, power, q, k, read, write, sums, first, count, head, k_start, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr
 ):
-    """Of a chunk cut into halves of 2^power tokens: which rows are in right halves [C, 1], which pairs meet at this size [C, C], the decay
-    between each token and its boundary [C, BK], and what it reads with, in right halves, or has written, in left ones [C, BK]."""
+    """One product of tokens [C, BK] that meet: which pairs do [C, C], which tokens read (the others write) [C, 1], what a token scales
+    its query or key by, as a logarithm, that query or key scaled, and what it meets.
+
+    n = SIZES: the queries of blocks of 2^power tokens read what their keys write; SIZES + 1: the same seen from the keys. Smaller n: the
+    queries of right halves of 2^n tokens and the keys of the left ones, which meet each other.
+    """
     rows = tl.arange(0, C)
-    half, other = rows[:, None] >> power, rows[None, :] >> power
-    right, boundary = half % 2 == 1, (((rows >> power) | 1) << power) - 1
-    b, at = sums_at(sums, rows, first, count, head, k_start, H, K, BK), sums_at(sums, boundary, first, count, head, k_start, H, K, BK)
-    decay = tl.exp(tl.where(right, b - at, at - b).to(tl.float32))
-    return right, right & (half == other + 1), decay, (tl.where(right, q, k) * decay).to(DTYPE)
+    within = n >= SIZES
+    size = tl.where(within, power, n)
+    half, other = rows[:, None] >> size, rows[None, :] >> size
+    right = (n == SIZES) | ((half % 2 == 1) & (n < SIZES))
+    edge = tl.where(within, rows >> size << size, (((rows >> size) | 1) << size) - 1)
+    log = (
+        sums_at(sums, tl.minimum(rows, C + n), first, count, head, k_start, H, K, BK)
+        - sums_at(sums, edge, first, count, head, k_start, H, K, BK)
+    ).to(tl.float32)
+    log = tl.where(right, log, -log) + tl.where(within, tl.where(right, 0.5 * MILD, -0.5 * MILD), 0.0)
+    log = tl.where(within & (power == 0), 0.0, log)
+    p_q, inside = tile(q, first, count, head, k_start, H, K, C, BK)
+    p_k, in_k = tile(k, first, count, head, k_start, H, K, C, BK)
+    own = tl.load(tl.where(right, p_q, p_k), mask=inside, other=0.0)
+    met = tl.load(tl.where(right ^ within, p_q, p_k), mask=inside, other=0.0)
+    own = (own.to(tl.float32) * (tl.where(right, read, write) * tl.exp(log))).to(own.dtype)
+    met = (met.to(tl.float32) * (tl.where(right ^ within, read, write) * tl.exp(tl.where(within, -log, log)))).to(own.dtype)
+    pairs = tl.where(within, half == other, right & (half == other + 1))
+    return pairs, right, log, own, met
 
 
 @triton.jit
 def exact_scores(
-    q, k, sums, first, count, head, k_start,
-    H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, read, write, sums, first, count, head, k_start,
+    H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A [C, C], to be masked by the caller; its upper triangle is undefined."""
-    power, pairs, reads, writes, x_q, x_k = blocks(q, k, sums, first, count, head, k_start, H, K, C, BK, DTYPE)
-    scores = tl.where(pairs, tl.dot(x_q, tl.trans(x_k), input_precision=PRECISION), 0.0)
-    for larger in range(power, SIZES):
-        right, pairs, decay, x = halves(q, k, sums, larger, first, count, head, k_start, H, K, C, BK, DTYPE)
-        scores = tl.where(pairs, tl.dot(x, tl.trans(x), input_precision=PRECISION), scores)
+    """A [C, C] of a chunk's queries and keys with their gates [C, 1], to be masked by the caller; its upper triangle is undefined."""
+    power = block_power(sums, first, count, head, k_start, H, K, C, BK)
+    scores = tl.zeros([C, C], tl.float32)
+    for n in tl.range(power, SIZES + 1, num_stages=1, disable_licm=True):
+        pairs, right, log, own, met = meeting(n, power, q, k, read, write, sums, first, count, head, k_start, H, K, C, BK)
+        scores = tl.where(pairs, tl.dot(own, tl.trans(met), input_precision=PRECISION), scores)
     return scores
 
 
 @triton.jit
-def exact_score_gradients(
-    d_scores, q, k, sums, first, count, head, k_start,
-    H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+def add_exact_score_gradients(
+    g_q, g_k, each, d_scores, q, k, read, write, sums, first, count, head, k_start,
+    H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of q and k [C, BK] for masked d_scores [C, C]; and q g_q - k g_k, whose terms for a pair cancel to the last bit."""
-    power, pairs, reads, writes, x_q, x_k = blocks(q, k, sums, first, count, head, k_start, H, K, C, BK, DTYPE)
-    met = tl.where(pairs, d_scores, 0.0).to(DTYPE)
-    g_q, g_k = tl.dot(met, x_k, input_precision=PRECISION), tl.dot(tl.trans(met), x_q, input_precision=PRECISION)
-    each = g_q * x_q.to(tl.float32) - g_k * x_k.to(tl.float32)
-    g_q *= reads
-    g_k *= writes
-    for larger in range(power, SIZES):
-        right, pairs, decay, x = halves(q, k, sums, larger, first, count, head, k_start, H, K, C, BK, DTYPE)
-        met = tl.where(pairs, d_scores, 0.0).to(DTYPE)
-        g_x = tl.dot(met + tl.trans(met), x, input_precision=PRECISION)
-        each += tl.where(right, g_x, -g_x) * x.to(tl.float32)
-        g_q += tl.where(right, g_x * decay, 0.0)
-        g_k += tl.where(right, 0.0, g_x * decay)
+    """Adds to the gradients of gated queries and keys [C, BK] those through masked d_scores [C, C], and to `each` their q g_q - k g_k,
+    whose terms for a pair cancel to the last bit."""
+    power = block_power(sums, first, count, head, k_start, H, K, C, BK)
+    d_scores = d_scores.to(q.dtype.element_ty)
+    for n in tl.range(power, SIZES + 2, num_stages=1, disable_licm=True):
+        pairs, right, log, own, met = meeting(n, power, q, k, read, write, sums, first, count, head, k_start, H, K, C, BK)
+        weight = tl.where(pairs, d_scores, 0.0)
+        weight = tl.where(n == SIZES + 1, 0.0, weight) + tl.where(n == SIZES, 0.0, tl.trans(weight))
+        g = tl.dot(weight.to(met.dtype), met, input_precision=PRECISION)
+        each += tl.where(right, g, -g) * own.to(tl.float32)
+        g *= tl.exp(log)
+        g_q += tl.where(right, g, 0.0)
+        g_k += tl.where(right, 0.0, g)
     return g_q, g_k, each

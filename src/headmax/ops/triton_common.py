@@ -156,7 +156,7 @@ def row_values(gate, first, count, head, H: tl.constexpr, C: tl.constexpr, GATED
 def tile(base, first, count, head, start, H: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
     """Pointers and mask of channels start to start + BLOCK of a chunk of [tokens, heads, width]."""
     rows, columns = tl.arange(0, C), start + tl.arange(0, BLOCK)
-    pointers = base + ((first + rows[:, None]) * H + head) * WIDTH + columns[None, :]
+    pointers = base + (first * H + head) * WIDTH + (rows[:, None] * (H * WIDTH) + columns[None, :])
     return pointers, (rows[:, None] < count) & (columns[None, :] < WIDTH)
 
 

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headmax.ops.packing import CHUNK, Packing
-from headmax.ops.triton_channel import channel_decays, exact_score_gradients, exact_scores, sums_from_the_end, sums_kernel
+from headmax.ops.triton_channel import add_exact_score_gradients, channel_decays, exact_scores, sums_from_the_end, sums_kernel
 from headmax.ops.triton_common import (
     Layout,
     causal_mask,
@@ -71,20 +71,22 @@ def prepare_kernel(
         gated_q, gated_k = t_q.to(tl.float32) * read, t_k.to(tl.float32) * write
         if DECAY == "channel":
             reads, writes = channel_decays(sums, first, count, head, k_start, H, K, C, BK, EXACT)
-            if EXACT:
-                products += exact_scores(gated_q, gated_k, sums, first, count, head, k_start, H, K, C, BK, t_q.dtype, PRECISION)
             gated_q *= reads
             gated_k *= writes
-            if not EXACT:
-                products += tl.dot(gated_q.to(t_q.dtype), tl.trans(gated_k.to(t_k.dtype)), input_precision=PRECISION)
         else:
-            products += tl.dot(t_q, tl.trans(t_k), input_precision=PRECISION)
             gated_q *= from_start[:, None]
             gated_k *= to_end[:, None]
+        gated_q, gated_k = gated_q.to(t_q.dtype), gated_k.to(t_k.dtype)
         p_r, in_r = tile(reading, first, count, head, k_start, H, K, C, BK)
         p_w, in_w = tile(writing, first, count, head, k_start, H, K, C, BK)
-        tl.store(p_r, gated_q.to(reading.dtype.element_ty), mask=inside)
-        tl.store(p_w, gated_k.to(writing.dtype.element_ty), mask=inside)
+        tl.store(p_r, gated_q, mask=inside)
+        tl.store(p_w, gated_k, mask=inside)
+        if EXACT:
+            products += exact_scores(q, k, read, write, sums, first, count, head, k_start, H, K, C, BK, PRECISION)
+        elif DECAY == "channel":
+            products += tl.dot(gated_q, tl.trans(gated_k), input_precision=PRECISION)
+        else:
+            products += tl.dot(t_q, tl.trans(t_k), input_precision=PRECISION)
     if DECAY == "channel":
         products = tl.where(causal_mask(count, C), products, 0.0)
     else:
@@ -255,7 +257,6 @@ def query_key_gradients_kernel(
     write = row_values(write_gate, first, count, head, H, C, WRITE)[:, None]
     p_q, inside = tile(q, first, count, head, k_start, H, K, C, BK)
     p_k, in_k = tile(k, first, count, head, k_start, H, K, C, BK)
-    t_q, t_k = tl.load(p_q, mask=inside, other=0.0), tl.load(p_k, mask=inside, other=0.0)
     if DECAY == "channel":
         p_r, in_r = tile(reading, first, count, head, k_start, H, K, C, BK)
         p_w, in_w = tile(writing, first, count, head, k_start, H, K, C, BK)
@@ -263,28 +264,29 @@ def query_key_gradients_kernel(
         scores = tl.where(causal_mask(count, C), scores, 0.0)
         leaves = tl.sum(g_k * as_written.to(tl.float32), 0)
         if EXACT:
-            gated_q, gated_k = t_q.to(tl.float32) * read, t_k.to(tl.float32) * write
-            more_q, more_k, each = exact_score_gradients(
-                scores, gated_q, gated_k, sums, first, count, head, k_start, H, K, C, BK, t_q.dtype, PRECISION
-            )
-            each += g_q * as_read.to(tl.float32) - g_k * as_written.to(tl.float32)
             leaves += kept * tl.exp(load_decays(whole, index, k_start, K, BK, True))
         else:  # in `each` the scores' share nearly cancels, which needs the very same rounded factors in both its terms
             rounded = scores.to(as_read.dtype)
             g_q += tl.dot(rounded, as_written, input_precision=PRECISION)
             g_k += tl.dot(tl.trans(rounded), as_read, input_precision=PRECISION)
-            each = g_q * as_read.to(tl.float32) - g_k * as_written.to(tl.float32)
             leaves += kept  # both states are scaled by exp(half) already
-        if DECAY_GRADIENT:
+        each = g_q * as_read.to(tl.float32) - g_k * as_written.to(tl.float32)
+        if DECAY_GRADIENT and not EXACT:
             p_g, in_g = tile(d_decay, first, count, head, k_start, H, K, C, BK)
             tl.store(p_g, sums_from_the_end(each, C, PRECISION) + leaves[None, :], mask=inside)
         reads, writes = channel_decays(sums, first, count, head, k_start, H, K, C, BK, EXACT)
         g_q *= reads
         g_k *= writes
         if EXACT:
-            g_q += more_q
-            g_k += more_k
+            g_q, g_k, each = add_exact_score_gradients(
+                g_q, g_k, each, scores, q, k, read, write, sums, first, count, head, k_start, H, K, C, BK, PRECISION
+            )
+            if DECAY_GRADIENT:
+                p_g, in_g = tile(d_decay, first, count, head, k_start, H, K, C, BK)
+                tl.store(p_g, sums_from_the_end(each, C, PRECISION) + leaves[None, :], mask=inside)
+        t_q, t_k = tl.load(p_q, mask=inside, other=0.0), tl.load(p_k, mask=inside, other=0.0)
     else:
+        t_q, t_k = tl.load(p_q, mask=inside, other=0.0), tl.load(p_k, mask=inside, other=0.0)
         d, from_start, to_end, total = decay_matrix(log_decay, first, count, head, H, C, DECAY)
         scores *= d
         g_q *= from_start[:, None]
