@@ -12,7 +12,7 @@ from headmax.layers.decoding import AttentionSlots, Place, RecurrentSlots, Slots
 from headmax.layers.mixers.attention import Attention
 from headmax.layers.mixers.base import RecurrentMixer
 from headmax.layers.norm import RMSNorm
-from headmax.layers.triton_linear import Convolution, Input, linear
+from headmax.layers.triton_linear import Convolution, Input, Scores, linear, score_part
 from headmax.layers.triton_mixer import mixer_step
 
 
@@ -93,15 +93,23 @@ def score_rows(mixer: RecurrentMixer) -> dict[str, Tensor]:
 def gate_arguments(mixer: RecurrentMixer) -> dict[str, Any]:
     """What the mixer's kernel needs to know of the gates."""
     gate = mixer.head_gate
-    made: dict[str, Any] = {"read_weight": None, "write_weight": None, "temperature": 1.0, "gate_scale": 1.0}
-    made |= {"KIND": "uniform", "READ": "none", "WRITE": False}
+    made: dict[str, Any] = {"temperature": 1.0, "gate_scale": 1.0, "KIND": "uniform", "READ": "none", "WRITE": False}
     if gate is not None:
         made |= {"temperature": gate.temperature, "gate_scale": gate.scale, "KIND": gate.kind, "WRITE": gate.write}
         if gate.read:
             made["READ"] = "after_norm" if mixer.read_after_norm else "query"
-        if gate.source == "head" and mixer.convs is not None:
-            made |= {"read_weight": gate.read_weight, "write_weight": gate.write_weight}
     return made
+
+
+def score_weights(mixer: RecurrentMixer) -> Tensor | None:
+    """The gates' weights on convolved queries and keys, where that is what they score: [value heads to a key head, channels of both]."""
+    gate, shape = mixer.head_gate, (mixer.num_heads, -1, mixer.head_k_dim)
+    weights = [] if gate is None or gate.source != "head" or mixer.convs is None else [gate.read_weight, gate.write_weight]
+    there = [weight.detach().float() for weight in weights if weight is not None]
+    if not there:
+        return None
+    both = [torch.zeros_like(there[0]) if weight is None else weight.detach().float() for weight in weights]
+    return torch.cat([weight.view(shape).transpose(0, 1).flatten(1) for weight in both], dim=1)
 
 
 class FusedMixer:
@@ -121,6 +129,7 @@ class FusedMixer:
         self.inputs = stack(list(matrices.values()), *scores.values(), spare)
         self.swish = self.starts.pop("SWISH", None)
         self.taps = None if mixer.convs is None else torch.cat([conv.get_parameter("weight").detach() for conv in mixer.convs])
+        self.scored, self.part = score_weights(mixer), score_part(mixer.head_k_dim, len(norm.weight))
         self.output_norm: dict[str, Any] = {}
         if mixer.output_norm.kind != "none":
             own, groups = mixer.output_norm.norm, mixer.num_v_heads if mixer.output_norm.kind == "head" else 1
@@ -136,9 +145,14 @@ class FusedMixer:
         }
 
     def __call__(self, x: Tensor, slots: RecurrentSlots, place: Place) -> Tensor:
-        mixer, rows = self.mixer, len(x)
-        convolution = None if self.taps is None or slots.conv is None else Convolution(self.taps, slots.conv[:rows])
+        mixer, rows, convolution, sums, scores = self.mixer, len(x), None, None, None
+        if self.scored is not None:
+            sums = x.new_empty(rows, 2 * mixer.num_v_heads, mixer.head_k_dim // self.part, dtype=torch.float32)
+            scores = Scores(self.scored, mixer.head_k_dim, sums)
+        if self.taps is not None and slots.conv is not None:
+            convolution = Convolution(self.taps, slots.conv[:rows], scores)
         projected = linear(normed(x, self.norm), self.inputs, convolution=convolution, dtype=torch.float32)
-        o, read = mixer_step(projected, slots.recurrent[:rows], mixer.num_heads, place.rotary[mixer.rotary], self.starts, self.arguments)
+        turn = place.rotary[mixer.rotary]
+        o, read = mixer_step(projected, sums, slots.recurrent[:rows], mixer.num_heads, turn, self.starts, self.arguments)
         swish = None if self.swish is None else projected[:, self.swish : self.swish + o.shape[1]]
         return linear(Input(o, swish=swish, read=read, **self.output_norm), mixer.o_proj.weight, residual=x)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -34,7 +35,8 @@ class Input:
     read: Tensor | None = None
     """[rows, heads], a factor for each of as many equal parts."""
 
-    def arguments(self) -> dict[str, object]:
+    @property
+    def arguments(self) -> dict[str, Any]:
         """As every kernel here takes them."""
         return {
             "x": self.x,
@@ -49,6 +51,32 @@ class Input:
 
 
 @dataclass(frozen=True)
+class Scores:
+    """Scores of the gates from convolved queries and keys: sums over a part of a head's channels each, which their reader adds up."""
+
+    weight: Tensor
+    """[value heads to a key head, channels of all queries and keys]"""
+    head: int
+    """Channels of a head."""
+    sums: Tensor
+    """[rows, 2 * value heads, head / part]: of queries, then of keys."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """As every kernel here takes them."""
+        (times, scored), part = self.weight.shape, self.head // self.sums.shape[2]
+        return {"score": self.weight, "sums": self.sums, "TIMES": times, "HEAD": self.head, "SCORED": scored, "PART": part}
+
+
+NO_SCORES = {"score": None, "sums": None, "TIMES": 1, "HEAD": 1, "SCORED": 0, "PART": 1}
+
+
+def score_part(head: int, width: int) -> int:
+    """How many channels are summed up where they are made, from inputs of `width`: a power of two, heads being made of whole parts."""
+    return max(1, min(16, head & -head, TILE // triton.next_power_of_2(width)))
+
+
+@dataclass(frozen=True)
 class Convolution:
     """A short causal convolution and its silu over the first channels of a product."""
 
@@ -56,6 +84,7 @@ class Convolution:
     """[channels, width]"""
     past: Tensor
     """[rows, width - 1, channels] the last inputs, moved on in place."""
+    scores: Scores | None = None
 
 
 @triton.jit
@@ -91,9 +120,23 @@ def convolved(y, taps, past, channel, inside, C: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
+def score_sums(
+    y, first, score, sums, TIMES: tl.constexpr, HEAD: tl.constexpr, SCORED: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr
+):
+    """Sums of the scores' terms over every PART of y [WIDTH], which are channels `first` and on."""
+    channel = first + tl.arange(0, WIDTH)
+    start = first + PART * tl.arange(0, WIDTH // PART)
+    for i in tl.static_range(TIMES):
+        terms = y * tl.load(score + i * SCORED + channel, mask=channel < SCORED, other=0.0).to(tl.float32)
+        at = (start // HEAD * TIMES + i) * (HEAD // PART) + start % HEAD // PART
+        tl.store(sums + at, tl.sum(tl.reshape(terms, [WIDTH // PART, PART]), 1), mask=start < SCORED)
+
+
+@triton.jit
 def linear_row_kernel(
-    x, norm, swish, read, weight, residual, taps, past, out, eps,
+    x, norm, swish, read, weight, residual, taps, past, score, sums, out, eps,
     N: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
+    TIMES: tl.constexpr, HEAD: tl.constexpr, SCORED: tl.constexpr, PART: tl.constexpr,
     PAIR: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr, BC: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """BN outputs of the row from BN rows of the matrix [N, K] seen as [N, GROUPS, K / GROUPS]; as a pair, silu(first half) * second."""
@@ -117,6 +160,8 @@ def linear_row_kernel(
         y += tl.load(residual + n, mask=n < N, other=0.0).to(tl.float32)
     if taps is not None:
         y = tl.where(n < C, convolved(y, taps, past, n, n < C, C, W), y)
+    if score is not None:
+        score_sums(y, tl.program_id(0) * BN, score, sums, TIMES, HEAD, SCORED, BN, PART)
     tl.store(out + n, y.to(out.dtype.element_ty), mask=n < N)
 
 
@@ -140,20 +185,25 @@ def input_kernel(
 
 
 @triton.jit
-def convolution_kernel(y, taps, past, y_stride, C: tl.constexpr, W: tl.constexpr, BC: tl.constexpr):
+def convolution_kernel(
+    y, taps, past, score, sums, y_stride, sums_stride,
+    C: tl.constexpr, W: tl.constexpr, TIMES: tl.constexpr, HEAD: tl.constexpr, SCORED: tl.constexpr, PART: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
     """The convolution of one row's first channels by itself, in place."""
     row, channel = tl.program_id(1), tl.program_id(0) * BC + tl.arange(0, BC)
     inside, at = channel < C, y + row * y_stride + channel
     past += row.to(tl.int64) * (W - 1) * C
     made = convolved(tl.load(at, mask=inside, other=0.0).to(tl.float32), taps, past, channel, inside, C, W)
     tl.store(at, made.to(y.dtype.element_ty), mask=inside)
+    if score is not None:
+        score_sums(made, tl.program_id(0) * BC, score, sums + row * sums_stride, TIMES, HEAD, SCORED, BC, PART)
 
 
 def prepare(source: Input, dtype: torch.dtype) -> Tensor:
     """The input by itself, [rows, width]."""
-    x, arguments = source.x, source.arguments()
+    x, arguments = source.x, source.arguments
     out = x.new_empty(x.shape, dtype=dtype)
-    groups: int = arguments["GROUPS"]  # type: ignore[assignment]
+    groups: int = arguments["GROUPS"]
     sizes = {"BG": triton.next_power_of_2(groups), "BC": triton.next_power_of_2(x.shape[1] // groups)}
     strides = {"x_stride": x.stride(0), "swish_stride": 0 if source.swish is None else source.swish.stride(0)}
     input_kernel[(x.shape[0],)](out=out, **arguments, **strides, **sizes, num_warps=4 if x.shape[1] <= 4096 else 8)
@@ -179,16 +229,19 @@ def linear(
         return _by_library(source, weight, residual, convolution, pair, dtype)
     outputs = weight.shape[0] // (2 if pair else 1)
     out = source.x.new_empty(1, outputs, dtype=dtype)
-    arguments = source.arguments() | {"weight": weight, "residual": residual, "taps": None, "past": None, "out": out}
-    arguments |= {"N": outputs, "C": 0, "W": 0, "PAIR": pair}
+    arguments = source.arguments | {"weight": weight, "residual": residual, "taps": None, "past": None, "out": out}
+    arguments |= {"N": outputs, "C": 0, "W": 0, "PAIR": pair} | NO_SCORES
     if convolution is not None:
         taps, past = convolution.taps, convolution.past
         arguments |= {"taps": taps, "past": past, "C": taps.shape[0], "W": taps.shape[1]}
-    groups: int = arguments["GROUPS"]  # type: ignore[assignment]
+        if convolution.scores is not None:
+            arguments |= convolution.scores.arguments
+    groups: int = arguments["GROUPS"]
     sizes = {"BG": triton.next_power_of_2(groups), "BC": triton.next_power_of_2(width // groups)}
     whole = sizes["BG"] * sizes["BC"]
     share = max(1, outputs // processors(weight.device))  # a program or more for every processor
     block = max(1, min(1 << round(math.log2(share)), TILE // (2 if pair else 1) // whole))
+    block = max(block, arguments["PART"])
     warps = 4 if block * whole <= TILE // 2 else 8
     grid = (triton.cdiv(outputs, block),)
     linear_row_kernel[grid](**arguments, **sizes, BN=block, num_warps=warps, **early(weight.device))
@@ -208,7 +261,8 @@ def _by_library(
         half = weight.shape[0] // 2
         return prepare(Input(out[:, half:], swish=out[:, :half]), dtype)
     if convolution is not None:
-        channels, width = convolution.taps.shape
+        (channels, width), scores = convolution.taps.shape, NO_SCORES if convolution.scores is None else convolution.scores.arguments
+        strides = {"y_stride": out.stride(0), "sums_stride": 0 if convolution.scores is None else convolution.scores.sums.stride(0)}
         grid = (triton.cdiv(channels, 256), out.shape[0])
-        convolution_kernel[grid](out, convolution.taps, convolution.past, out.stride(0), C=channels, W=width, BC=256)
+        convolution_kernel[grid](out, convolution.taps, convolution.past, **scores, **strides, C=channels, W=width, BC=256)
     return out

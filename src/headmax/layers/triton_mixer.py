@@ -47,24 +47,6 @@ def feature(x, inside, FEATURE: tl.constexpr):
 
 
 @triton.jit
-def score_weight(weight, H: tl.constexpr, K: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr):
-    """A gate's weights [BH, BK]."""
-    heads, channel = tl.arange(0, BH)[:, None], tl.arange(0, BK)[None, :]
-    return tl.load(weight + heads * K + channel, mask=(heads < H) & (channel < K), other=0.0).to(tl.float32)
-
-
-@triton.jit
-def score_terms(scored, weight, H: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr):
-    """What sums up to all heads' scores: from their queries or keys [BH, BK] where there is a weight, else as they were projected [BH]."""
-    heads, channel = tl.arange(0, BH), tl.arange(0, BK)[None, :]
-    if weight is None:
-        return tl.load(scored + heads, mask=heads < H, other=0.0).to(tl.float32)
-    else:
-        inside = (heads[:, None] < H) & (channel < K)
-        return weight * tl.load(scored + (heads[:, None] // (H // KEY_HEADS)) * K + channel, mask=inside, other=0.0).to(tl.float32)
-
-
-@triton.jit
 def larger_both(a, b, c, d):
     return tl.maximum(a, c), tl.maximum(b, d)
 
@@ -75,14 +57,17 @@ def add_four(a, b, c, d, e, f, g, h):
 
 
 @triton.jit
-def own_gates(reads, writes, head, temperature, scale, H: tl.constexpr, KIND: tl.constexpr, BH: tl.constexpr):
-    """This head's two gates from the terms of all heads' scores; sums of both are taken at once, since each waits for the whole program."""
+def own_gates(
+    reads, writes, head, temperature, scale, H: tl.constexpr, KIND: tl.constexpr, PARTS: tl.constexpr, BH: tl.constexpr, BP: tl.constexpr
+):
+    """This head's two gates from where all heads' scores are, in parts [H, PARTS]; both at once, since every sum makes the program wait."""
     if KIND == "uniform":
         return scale / H, scale / H
     else:
-        heads = tl.arange(0, BH)
-        if len(reads.shape) == 2:
-            reads, writes = tl.reduce((reads, writes), 1, add_both)
+        heads, parts = tl.arange(0, BH), tl.arange(0, BP)
+        at, there = heads[:, None] * PARTS + parts[None, :], (heads[:, None] < H) & (parts[None, :] < PARTS)
+        reads, writes = tl.load(reads + at, mask=there, other=0.0), tl.load(writes + at, mask=there, other=0.0)
+        reads, writes = tl.reduce((reads.to(tl.float32), writes.to(tl.float32)), 1, add_both)
         reads *= temperature
         writes *= temperature
         if KIND == "softmax":
@@ -99,13 +84,13 @@ def own_gates(reads, writes, head, temperature, scale, H: tl.constexpr, KIND: tl
 
 @triton.jit
 def mixer_step_kernel(
-    projected, state, out, read_out, read_weight, write_weight, cos, sin, decay_weight, decay_bias,
+    projected, sums, state, out, read_out, cos, sin, decay_weight, decay_bias,
     stride, temperature, gate_scale, normalizer, scale,
     Q: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, DECAYS: tl.constexpr, BETAS: tl.constexpr,
     READS: tl.constexpr, WRITES: tl.constexpr,
-    H: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RANK: tl.constexpr,
+    H: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RANK: tl.constexpr, PARTS: tl.constexpr,
     DECAY: tl.constexpr, FEATURE: tl.constexpr, KIND: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr, BR: tl.constexpr, EARLY: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """BV value channels of one head of one sequence. `projected` has a row per sequence; Q, KEYS, ... say where each part of it starts."""
     head, sequence = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -114,23 +99,18 @@ def mixer_step_kernel(
     tile = state + ((sequence * H + head) * K + channel[:, None]) * V + column[None, :]
     there = inside[:, None] & (column[None, :] < V)
     at, other = key_head * K + channel, key_head * K + (channel + K // 2) % K
-    # what no kernel of this step writes is asked for first: it comes from farthest
-    memory = tl.load(tile, mask=there, other=0.0).to(tl.float32)
+    # what no kernel of this step writes is asked for first, since it comes from farthest, and not touched yet
+    memory = tl.load(tile, mask=there, other=0.0)
     if DECAY == "channel":
         ranks = tl.arange(0, BR)
-        bias = tl.load(decay_bias + at, mask=inside, other=0.0).to(tl.float32)
+        bias = tl.load(decay_bias + at, mask=inside, other=0.0)
         rise = tl.load(
             decay_weight + ranks[:, None] * KEY_HEADS * K + at[None, :], mask=(ranks[:, None] < RANK) & inside[None, :], other=0.0
         )
     elif DECAY != "none":
-        bias = tl.load(decay_bias + head).to(tl.float32)
+        bias = tl.load(decay_bias + head)
         if DECAY == "delta":
-            rise = tl.load(decay_weight + head).to(tl.float32)
-    w_read, w_write = None, None
-    if read_weight is not None:
-        w_read = score_weight(read_weight, H, K, BH, BK)
-    if write_weight is not None:
-        w_write = score_weight(write_weight, H, K, BH, BK)
+            rise = tl.load(decay_weight + head)
     after_the_last(EARLY)
     row = projected + sequence * stride
     v = tl.load(row + VALUES + head * V + column, mask=column < V, other=0.0).to(tl.float32)
@@ -142,39 +122,42 @@ def mixer_step_kernel(
         sin += sequence * (K // 2)
         q_other = tl.load(row + Q + other, mask=inside, other=0.0).to(tl.float32)
         k_other = tl.load(row + KEYS + other, mask=inside, other=0.0).to(tl.float32)
-    reads, writes, read, write = None, None, 1.0, 1.0
-    if KIND != "uniform":
-        if READ != "none":
-            reads = score_terms(row + (READS if w_read is None else Q), w_read, H, KEY_HEADS, K, BH, BK)
-        if WRITE:
-            writes = score_terms(row + (WRITES if w_write is None else KEYS), w_write, H, KEY_HEADS, K, BH, BK)
-    if READ != "none" and WRITE:
-        read, write = own_gates(reads, writes, head, temperature, gate_scale, H, KIND, BH)
-    elif READ != "none":
-        read, _ = own_gates(reads, reads, head, temperature, gate_scale, H, KIND, BH)
-    elif WRITE:
-        _, write = own_gates(writes, writes, head, temperature, gate_scale, H, KIND, BH)
+    read, write = 1.0, 1.0
+    if READ != "none" or WRITE:
+        reads, writes = row + READS, row + WRITES
+        if sums is not None:
+            reads, writes = sums + sequence * (2 * H * PARTS), sums + (sequence * 2 + 1) * (H * PARTS)
+        if READ == "none":
+            reads = writes
+        if not WRITE:
+            writes = reads
+        read, write = own_gates(reads, writes, head, temperature, gate_scale, H, KIND, PARTS, BH, BP)
+    if READ == "none":
+        read = 1.0
+    if not WRITE:
+        write = 1.0
     if READ == "after_norm":
         tl.store(read_out + sequence * H + head, read, mask=tl.program_id(0) == 0)
         read = 1.0
     q = featured(q, channel, inside, cos, sin, q_other, K, FEATURE)
     k = featured(k, channel, inside, cos, sin, k_other, K, FEATURE)
     read *= scale
+    memory = memory.to(tl.float32)
 
     if DECAY == "none":
         memory, o = linear_attention_step(memory, q, k, v, 1.0, read, write)
     elif DECAY == "head":
-        memory, o = linear_attention_step(memory, q, k, v, tl.exp(bias), read, write)
+        memory, o = linear_attention_step(memory, q, k, v, tl.exp(bias.to(tl.float32)), read, write)
     elif DECAY == "channel":
         low = tl.load(row + DECAYS + ranks, mask=ranks < RANK, other=0.0).to(tl.float32)
-        x = bias + tl.sum(low[:, None] * rise.to(tl.float32), 0)
+        x = bias.to(tl.float32) + tl.sum(low[:, None] * rise.to(tl.float32), 0)
         log_sigmoid = tl.minimum(x, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(x)))
         memory, o = gla_step(memory, q, k, v, tl.exp(log_sigmoid / normalizer), read, write)
     else:
-        x = tl.load(row + DECAYS + head).to(tl.float32) + bias
+        x = tl.load(row + DECAYS + head).to(tl.float32) + bias.to(tl.float32)
         softplus = tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
         beta = tl.sigmoid(tl.load(row + BETAS + head).to(tl.float32))
-        memory, o = gated_delta_rule_step(memory, q, k, v, tl.exp(-tl.exp(rise) * softplus), beta, read, write)
+        memory, o = gated_delta_rule_step(memory, q, k, v, tl.exp(-tl.exp(rise.to(tl.float32)) * softplus), beta, read, write)
     tl.store(tile, memory.to(state.dtype.element_ty), mask=there)
     tl.store(out + (sequence * H + head) * V + column, o, mask=column < V)
 
@@ -188,18 +171,27 @@ def tiles(states: int, value: int, device: torch.device) -> tuple[int, int]:
 
 
 def mixer_step(
-    projected: Tensor, state: Tensor, key_heads: int, rotary: Rotary | None, starts: dict[str, int], arguments: dict[str, Any]
+    projected: Tensor,
+    sums: Tensor | None,
+    state: Tensor,
+    key_heads: int,
+    rotary: Rotary | None,
+    starts: dict[str, int],
+    arguments: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
     """What every head reads [rows, H * V] in float32, and the read gates [rows, H] where they come after the norm.
 
-    `projected` [rows, ...] holds the parts of a row where `starts` says; `state` [rows, H, K, V] moves on in place.
+    `projected` [rows, ...] holds the parts of a row where `starts` says, `sums` [rows, 2 H, parts] the gates' scores if that does not;
+    `state` [rows, H, K, V] moves on in place.
     """
     rows, heads, key, value = state.shape
     out = projected.new_empty(rows, heads * value, dtype=torch.float32)
     read = out.new_empty(rows, heads) if arguments["READ"] == "after_norm" else None
+    parts = 1 if sums is None else sums.shape[2]
     width, warps = tiles(rows * heads, value, state.device)
     mixer_step_kernel[(triton.cdiv(value, width), heads, rows)](
         projected,
+        sums,
         state,
         out,
         read,
@@ -213,6 +205,8 @@ def mixer_step(
         BK=max(16, triton.next_power_of_2(key)),
         BV=width,
         BH=triton.next_power_of_2(heads),
+        PARTS=parts,
+        BP=triton.next_power_of_2(parts),
         BR=triton.next_power_of_2(arguments["RANK"]),
         num_warps=warps,
         **(early(state.device) if rows == 1 else {"EARLY": False}),

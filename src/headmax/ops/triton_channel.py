@@ -90,48 +90,43 @@ def channel_decays(
 
 
 @triton.jit
-def block_power(sums, first, count, head, k_start, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr):
-    """The power of two of the blocks' size: the largest for which their decay is mild."""
+def blocks(q, k, read, write, sums, first, count, head, k_start, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr):
+    """The power of two of the blocks' size, which pairs meet in one [C, C], and for each token, seen from its block's first, what scales
+    it when it reads and when it has written, and what it reads with and has written [C, BK]."""
     rows = tl.arange(0, C)
     b = sums_at(sums, rows, first, count, head, k_start, H, K, BK)
+    log = (b - sums_at(sums, rows // 32 * 32, first, count, head, k_start, H, K, BK)).to(tl.float32)
     power = 5
-    if tl.min(tl.min((b - sums_at(sums, rows // 32 * 32, first, count, head, k_start, H, K, BK)).to(tl.float32), 1), 0) <= -MILD:
+    if tl.min(tl.min(log, 1), 0) <= -MILD:
+        log = (b - sums_at(sums, rows // 16 * 16, first, count, head, k_start, H, K, BK)).to(tl.float32)
         power = 4
-        if tl.min(tl.min((b - sums_at(sums, rows // 16 * 16, first, count, head, k_start, H, K, BK)).to(tl.float32), 1), 0) <= -MILD:
+        if tl.min(tl.min(log, 1), 0) <= -MILD:
+            log = tl.zeros([C, BK], tl.float32)
             power = 0
-    return power
+    log += 0.5 * MILD
+    reads, writes = tl.exp(log), tl.exp(-log)
+    p_q, inside = tile(q, first, count, head, k_start, H, K, C, BK)
+    p_k, in_k = tile(k, first, count, head, k_start, H, K, C, BK)
+    t_q, t_k = tl.load(p_q, mask=inside, other=0.0), tl.load(p_k, mask=inside, other=0.0)
+    x_q, x_k = (t_q.to(tl.float32) * (read * reads)).to(t_q.dtype), (t_k.to(tl.float32) * (write * writes)).to(t_k.dtype)
+    return power, rows[:, None] >> power == rows[None, :] >> power, reads, writes, x_q, x_k
 
 
 @triton.jit
-def meeting(
-    n, power, q, k, read, write, sums, first, count, head, k_start, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr
+def halves(
+    q, k, read, write, power, sums, first, count, head, k_start, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr
 ):
-    """One product of tokens [C, BK] that meet: which pairs do [C, C], which tokens read (the others write) [C, 1], what a token scales
-    its query or key by, as a logarithm, that query or key scaled, and what it meets.
-
-    n = SIZES: the queries of blocks of 2^power tokens read what their keys write; SIZES + 1: the same seen from the keys. Smaller n: the
-    queries of right halves of 2^n tokens and the keys of the left ones, which meet each other.
-    """
+    """Of a chunk cut into halves of 2^power tokens: which rows are in right halves [C, 1], which pairs meet at this size [C, C], the decay
+    between each token and its boundary [C, BK], and what it reads with, in right halves, or has written, in left ones [C, BK]."""
     rows = tl.arange(0, C)
-    within = n >= SIZES
-    size = tl.where(within, power, n)
-    half, other = rows[:, None] >> size, rows[None, :] >> size
-    right = (n == SIZES) | ((half % 2 == 1) & (n < SIZES))
-    edge = tl.where(within, rows >> size << size, (((rows >> size) | 1) << size) - 1)
-    log = (
-        sums_at(sums, tl.minimum(rows, C + n), first, count, head, k_start, H, K, BK)
-        - sums_at(sums, edge, first, count, head, k_start, H, K, BK)
-    ).to(tl.float32)
-    log = tl.where(right, log, -log) + tl.where(within, tl.where(right, 0.5 * MILD, -0.5 * MILD), 0.0)
-    log = tl.where(within & (power == 0), 0.0, log)
+    half, other = rows[:, None] >> power, rows[None, :] >> power
+    right, boundary = half % 2 == 1, (((rows >> power) | 1) << power) - 1
+    since = sums_at(sums, rows, first, count, head, k_start, H, K, BK) - sums_at(sums, boundary, first, count, head, k_start, H, K, BK)
+    decay = tl.exp(tl.where(right, since, -since).to(tl.float32))
     p_q, inside = tile(q, first, count, head, k_start, H, K, C, BK)
     p_k, in_k = tile(k, first, count, head, k_start, H, K, C, BK)
-    own = tl.load(tl.where(right, p_q, p_k), mask=inside, other=0.0)
-    met = tl.load(tl.where(right ^ within, p_q, p_k), mask=inside, other=0.0)
-    own = (own.to(tl.float32) * (tl.where(right, read, write) * tl.exp(log))).to(own.dtype)
-    met = (met.to(tl.float32) * (tl.where(right ^ within, read, write) * tl.exp(tl.where(within, -log, log)))).to(own.dtype)
-    pairs = tl.where(within, half == other, right & (half == other + 1))
-    return pairs, right, log, own, met
+    x = tl.load(tl.where(right, p_q, p_k), mask=inside, other=0.0)
+    return right, right & (half == other + 1), decay, (x.to(tl.float32) * (tl.where(right, read, write) * decay)).to(x.dtype)
 
 
 @triton.jit
@@ -140,11 +135,11 @@ def exact_scores(
     H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A [C, C] of a chunk's queries and keys with their gates [C, 1], to be masked by the caller; its upper triangle is undefined."""
-    power = block_power(sums, first, count, head, k_start, H, K, C, BK)
-    scores = tl.zeros([C, C], tl.float32)
-    for n in tl.range(power, SIZES + 1, num_stages=1, disable_licm=True):
-        pairs, right, log, own, met = meeting(n, power, q, k, read, write, sums, first, count, head, k_start, H, K, C, BK)
-        scores = tl.where(pairs, tl.dot(own, tl.trans(met), input_precision=PRECISION), scores)
+    power, pairs, reads, writes, x_q, x_k = blocks(q, k, read, write, sums, first, count, head, k_start, H, K, C, BK)
+    scores = tl.where(pairs, tl.dot(x_q, tl.trans(x_k), input_precision=PRECISION), 0.0)
+    for larger in tl.range(power, SIZES, num_stages=1, disable_licm=True):
+        right, pairs, decay, x = halves(q, k, read, write, larger, sums, first, count, head, k_start, H, K, C, BK)
+        scores = tl.where(pairs, tl.dot(x, tl.trans(x), input_precision=PRECISION), scores)
     return scores
 
 
@@ -154,16 +149,25 @@ def add_exact_score_gradients(
     H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds to the gradients of gated queries and keys [C, BK] those through masked d_scores [C, C], and to `each` their q g_q - k g_k,
-    whose terms for a pair cancel to the last bit."""
-    power = block_power(sums, first, count, head, k_start, H, K, C, BK)
-    d_scores = d_scores.to(q.dtype.element_ty)
-    for n in tl.range(power, SIZES + 2, num_stages=1, disable_licm=True):
-        pairs, right, log, own, met = meeting(n, power, q, k, read, write, sums, first, count, head, k_start, H, K, C, BK)
-        weight = tl.where(pairs, d_scores, 0.0)
-        weight = tl.where(n == SIZES + 1, 0.0, weight) + tl.where(n == SIZES, 0.0, tl.trans(weight))
-        g = tl.dot(weight.to(met.dtype), met, input_precision=PRECISION)
-        each += tl.where(right, g, -g) * own.to(tl.float32)
-        g *= tl.exp(log)
-        g_q += tl.where(right, g, 0.0)
-        g_k += tl.where(right, 0.0, g)
+    whose terms for a pair cancel to the last bit.
+
+    Registers are short here: what is loaded within the loop is meant to be loaded each time.
+    """
+    power, pairs, reads, writes, x_q, x_k = blocks(q, k, read, write, sums, first, count, head, k_start, H, K, C, BK)
+    d_scores = d_scores.to(x_q.dtype)
+    met = tl.where(pairs, d_scores, 0.0)
+    g_x = tl.dot(met, x_k, input_precision=PRECISION)
+    each += g_x * x_q.to(tl.float32)
+    g_q += g_x * reads
+    g_x = tl.dot(tl.trans(met), x_q, input_precision=PRECISION)
+    each -= g_x * x_k.to(tl.float32)
+    g_k += g_x * writes
+    for larger in tl.range(power, SIZES, num_stages=1, disable_licm=True):
+        right, pairs, decay, x = halves(q, k, read, write, larger, sums, first, count, head, k_start, H, K, C, BK)
+        met = tl.where(pairs, d_scores, 0.0)
+        g_x = tl.dot(met + tl.trans(met), x, input_precision=PRECISION)
+        each += tl.where(right, g_x, -g_x) * x.to(tl.float32)
+        g_x *= decay
+        g_q += tl.where(right, g_x, 0.0)
+        g_k += tl.where(right, 0.0, g_x)
     return g_q, g_k, each
