@@ -61,7 +61,31 @@ def decoding() -> str:
     whole = values["softmax-gla-340m batch 1 context 1024 decoded 16384", "end to end"]
     note = f"bfloat16 weights, float32 state, {whole.device}, commit {whole.commit}. The bandwidth is that of a copy; the traffic is every"
     note += f" weight once and every state twice. 16,384 tokens after a prompt of 1,024, as a user calls it: {whole.value:.1f} s."
-    return "\n".join([*lines, "", note])
+    others = []
+    for recipe in ("retnet-340m", "gdn-340m"):
+        first = values[f"softmax-{recipe} batch 1 context 1024", "latency per token"]
+        ratios = [
+            r.value for (case, metric), r in values.items() if case.startswith(f"{recipe} batch") and metric.startswith("softmax over")
+        ]
+        others.append(f"softmax-{recipe}: {first.value:.3f} ms at batch 1, at most {max(ratios):.3f} of {recipe} (commit {first.commit})")
+    return "\n".join([*lines, "", note, "", "; ".join(others) + ".", "", peers()])
+
+
+def peers() -> str:
+    """One sequence decoded by others, in one run."""
+    found = list(records.read(records.RESULTS / "decode_peers_h200.jsonl"))
+    times = {(r.impl, r.case.removesuffix(" batch 1 context 1024")): r for r in found if r.metric == "latency per token"}
+    mine = times["headmax", "softmax-gla-340m"]
+    names = {
+        ("headmax", "softmax-gla-340m"): "softmax-gla-340m, this engine",
+        ("headmax", "transformer-340m"): "transformer-340m, this engine, static key-value cache",
+        ("hf", "transformer-340m, static cache"): "Llama of that size, `generate`, static cache, compiled by transformers",
+        ("hf", "softmax-gla-340m, compiled"): "softmax-gla-340m, `generate`, blocks compiled",
+        ("fla", "gla-340m"): "flash-linear-attention's gla-340m, `generate`",
+    }
+    lines = ["| one sequence after 1,024 tokens | ms per token | beside this engine |", "|---|---|---|"]
+    lines += [f"| {name} | {times[key].value:.3g} | {times[key].value / mine.value:.3g}x |" for key, name in names.items()]
+    return "\n".join([*lines, "", f"One run, {mine.device}, commit {mine.commit}."])
 
 
 def demo() -> str:
