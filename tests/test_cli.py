@@ -34,7 +34,7 @@ def test_every_command_has_help(command: list[str], monkeypatch: pytest.MonkeyPa
 def test_help_names_every_command() -> None:
     done = headmax("--help")
     assert done.returncode == 0, done.stderr
-    assert "{recipes,plan,demo,data,train,convert,generate,eval,inspect,bench,reproduce}" in done.stdout
+    assert "{recipes,plan,demo,data,train,curves,convert,generate,eval,inspect,bench,reproduce}" in done.stdout
 
 
 def test_recipes_lists_counts_and_states() -> None:

@@ -115,7 +115,7 @@ def test_the_summary_and_the_lines(tmp_path: Path) -> None:
     assert lines[3]["tokens"] == 768
     assert [sorted(line["validation"]) for line in lines if "validation" in line] == [["loss", "perplexity"]] * 2
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary == summarize(tmp_path)
+    assert summary == summarize(tmp_path, torch.device("cpu"))
     assert (summary["steps"], summary["skipped_steps"], summary["validation"]) == (4, [], lines[3]["validation"])
     assert summary["stability"]["loss_spikes"]["count"] == 0
     assert dict(scalars(lines[1]))["gates/0/read/entropy"] == lines[1]["gates"]["0/read"]["entropy"]

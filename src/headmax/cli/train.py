@@ -54,6 +54,25 @@ def train_command(arguments: list[str]) -> Callable[..., None]:
     return train
 
 
+def curves(run: Path, /, out: Path = Path("curves"), name: str | None = None, record: Path | None = None) -> None:
+    """Draw a finished run: loss, validation, gradient norm, speed, gates.
+
+    Args:
+        run: the --out folder of headmax train.
+        out: where the picture goes, as PNG and SVG.
+        name: what the run is called; its folder's name unless given.
+        record: also append what is drawn to this file, as records.
+    """
+    from headmax import records
+    from headmax.analysis.curves import digest, draw
+
+    found = list(digest(run, name))
+    if record is not None:
+        records.append(record, found)
+    for path in draw(found, out, found[0].case):
+        print(f"headmax: wrote {path}")
+
+
 def demo(
     seed: int = 0,
     heads: int = 4,

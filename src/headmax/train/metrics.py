@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from headmax import durable
+from headmax.records import Recorder
 from headmax.train.config import LogConfig
 
 WINDOW, SPIKE, PEAK = 100, 5.0, 3.0
@@ -123,8 +124,9 @@ def stability(lines: Sequence[Line]) -> dict[str, list[int]]:
     return {name: steps[WINDOW:][where].long().tolist() for name, where in zip(STABILITY, (spikes, peaks), strict=True)}
 
 
-def summarize(folder: Path) -> Line:
-    """RUN/summary.json out of RUN/metrics.jsonl."""
+def summarize(folder: Path, device: torch.device) -> Line:
+    """RUN/summary.json out of RUN/metrics.jsonl, with the device and the commit it was made on."""
+    made = Recorder("training", device)
     lines = list(read_lines(folder / "metrics.jsonl"))
     steps = stability(lines)
     measured = [line["validation"] for line in lines if "validation" in line]
@@ -137,6 +139,9 @@ def summarize(folder: Path) -> Line:
         "tokens_per_s": statistics.median(speeds) if speeds else None,
         "skipped_steps": [line["step"] for line in lines if line["skipped"]],
         "stability": {name: {"count": len(steps[name]), "steps": steps[name], "definition": text} for name, text in STABILITY.items()},
+        "device": made.device,
+        "commit": made.commit,
+        "date": made.date,
     }
     durable.write(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
     return summary

@@ -162,7 +162,7 @@ class Trainer:
                     raise Interrupted(self.signals.received or signal.SIGTERM, self.step)
         self.checkpoints.close()
         if self.world.main:
-            summarize(self.out)
+            summarize(self.out, self.world.device)
             logger.info("%s: %d steps, summary.json has the numbers", self.out, self.step)
         return self.model
 

@@ -1,0 +1,98 @@
+"""`headmax curves`: a training run as a few records, and the records as a figure."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from headmax.analysis.style import pyplot, save
+from headmax.records import Record
+from headmax.train.metrics import Line, read_lines
+
+POINTS = 200
+"""Of a curve, at most."""
+SETTLED = 20
+"""Steps after which compilation and the first allocations no longer count."""
+Curve = list[tuple[int, float]]
+"""Values over tokens seen."""
+
+
+def thinned(lines: Sequence[Line], name: str, pick: Callable[[list[float]], float]) -> Curve:
+    """One value for every stretch of steps, at its last token."""
+    width = -(-len(lines) // POINTS)
+    parts = [lines[start : start + width] for start in range(0, len(lines), width)]
+    return [(part[-1]["tokens"], round(pick([line[name] for line in part]), 4)) for part in parts]
+
+
+def gate_entropies(line: Line, gate: str) -> list[float]:
+    """Of each layer that has that gate, as a fraction of the most it can be."""
+    return [round(health["entropy"], 4) for name, health in line["gates"].items() if name.endswith(f"/{gate}")]
+
+
+def digest(run: Path, name: str | None = None) -> Iterator[Record]:
+    """What a finished run showed. `name` is what it is called, its folder's name unless given."""
+    if not (run / "summary.json").is_file():
+        raise ValueError(f"{run}: no summary.json there; give the --out folder of a headmax train that has ended")
+    summary = json.loads((run / "summary.json").read_text())
+    lines = [line for line in read_lines(run / "metrics.jsonl") if not line["skipped"]]
+    made = {"date": summary["date"], "device": summary["device"], "commit": summary["commit"]}
+
+    def record(metric: str, value: float, unit: str, **extra: Any) -> Record:
+        return Record("training", name or run.resolve().name, "headmax", metric, value, unit, **made, extra=extra)
+
+    settled = lines[min(SETTLED, len(lines) - 1) :]
+    speed = sum(line["tokens_per_s"] * line["seconds"] for line in settled) / sum(line["seconds"] for line in settled)
+    yield record("tokens", summary["tokens"], "tokens", steps=summary["steps"], skipped=len(summary["skipped_steps"]))
+    yield record("tokens per second", speed, "tokens/s", after=SETTLED, curve=thinned(settled, "tokens_per_s", statistics.median))
+    yield record("training loss", summary["loss"], "nats", curve=thinned(lines, "loss", statistics.fmean))
+    if summary["validation"] is not None:
+        curve = [(line["tokens"], round(line["validation"]["perplexity"], 3)) for line in lines if "validation" in line]
+        yield record("validation perplexity", summary["validation"]["perplexity"], "", curve=curve)
+    norms = [line["grad_norm"] for line in lines]
+    yield record("gradient norm", statistics.median(norms), "median", curve=thinned(lines, "grad_norm", max))
+    for kind, found in summary["stability"].items():
+        yield record(kind.replace("_", " "), found["count"], "steps", definition=found["definition"])
+    looks = [line for line in lines if line.get("gates")]
+    for gate in ("read", "write"):
+        if looks and (last := gate_entropies(looks[-1], gate)):
+            dead = {where: health["dead"] for where, health in looks[-1]["gates"].items() if where.endswith(f"/{gate}") and health["dead"]}
+            curve = [(line["tokens"], round(statistics.fmean(gate_entropies(line, gate)), 4)) for line in looks]
+            yield record(f"{gate} gate entropy", statistics.fmean(last), "of the most", layers=last, dead=dead, curve=curve)
+
+
+def draw(found: Sequence[Record], folder: Path, name: str) -> list[Path]:
+    """Loss, gradient norm, speed and gates of one run, as PNG and SVG."""
+    records = {record.metric: record for record in found}
+    first = next(iter(records.values()))
+    plt = pyplot()
+    figure, ((loss, norm), (speed, gates)) = plt.subplots(2, 2, figsize=(9, 5.6))
+
+    def plot(axes: Any, metric: str, label: str | None = None, style: str = "-", of: Callable[[float], float] = float) -> None:
+        if metric in records:
+            curve = records[metric].extra["curve"]
+            axes.plot([tokens / 1e6 for tokens, _ in curve], [of(value) for _, value in curve], style, markersize=3, label=label)
+
+    plot(loss, "training loss", "training")
+    if "validation perplexity" in records:
+        plot(loss, "validation perplexity", f"validation (perplexity {records['validation perplexity'].value:.1f})", "o-", math.log)
+    loss.set(title="loss, nats a token")
+    loss.legend()
+    plot(norm, "gradient norm")
+    spikes, peaks = (int(records[kind].value) for kind in ("loss spikes", "gradient peaks"))
+    norm.set(title=f"largest gradient norms ({peaks} peaks, {spikes} loss spikes)", yscale="log")
+    plot(speed, "tokens per second", of=lambda value: value / 1e3)
+    speed.set(title="thousand tokens a second", ylim=(0, None), xlabel="million tokens")
+    for gate in ("read", "write"):
+        plot(gates, f"{gate} gate entropy", gate)
+        if f"{gate} gate entropy" in records:
+            layers = records[f"{gate} gate entropy"].extra["layers"]
+            gates.scatter([records["tokens"].value / 1e6] * len(layers), layers, s=10, alpha=0.6)
+    gates.set(title="entropy of the gates, mean and at the end by layer", ylim=(0, 1.05), xlabel="million tokens")
+    if gates.lines:
+        gates.legend()
+    figure.suptitle(f"{first.case}, {first.device}, commit {first.commit}", x=0.01, ha="left", fontsize=9)
+    return save(figure, folder, name)
