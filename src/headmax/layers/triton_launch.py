@@ -24,7 +24,7 @@ def after_the_last(EARLY: tl.constexpr):
 
 
 @functools.cache
-def early(device: torch.device) -> dict[str, bool]:
+def early(device: torch.device, rows: int) -> dict[str, bool]:
     """A launch's arguments for a kernel that calls `after_the_last`."""
-    able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    able = rows == 1 and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
     return {"EARLY": able} | ({"launch_pdl": True} if able else {})

@@ -244,7 +244,7 @@ def linear(
     block = max(block, arguments["PART"])
     warps = 4 if block * whole <= TILE // 2 else 8
     grid = (triton.cdiv(outputs, block),)
-    linear_row_kernel[grid](**arguments, **sizes, BN=block, num_warps=warps, **early(weight.device))
+    linear_row_kernel[grid](**arguments, **sizes, BN=block, num_warps=warps, **early(weight.device, rows))
     return out
 
 

@@ -127,10 +127,6 @@ def mixer_step_kernel(
         reads, writes = row + READS, row + WRITES
         if sums is not None:
             reads, writes = sums + sequence * (2 * H * PARTS), sums + (sequence * 2 + 1) * (H * PARTS)
-        if READ == "none":
-            reads = writes
-        if not WRITE:
-            writes = reads
         read, write = own_gates(reads, writes, head, temperature, gate_scale, H, KIND, PARTS, BH, BP)
     if READ == "none":
         read = 1.0
@@ -209,7 +205,7 @@ def mixer_step(
         BP=triton.next_power_of_2(parts),
         BR=triton.next_power_of_2(arguments["RANK"]),
         num_warps=warps,
-        **(early(state.device) if rows == 1 else {"EARLY": False}),
+        **early(state.device, rows),
         **starts,
         **arguments,
     )
