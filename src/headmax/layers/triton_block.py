@@ -79,15 +79,10 @@ def score_rows(mixer: RecurrentMixer) -> dict[str, Tensor]:
     gate = mixer.head_gate
     if gate is None or (gate.source == "head" and mixer.convs is not None):
         return {}
-    made = {}
-    for name, weight, matrix in (("READS", gate.read_weight, mixer.q_proj), ("WRITES", gate.write_weight, mixer.k_proj)):
-        if weight is not None and gate.source == "head":
-            heads = matrix.weight.detach().float().unflatten(0, (mixer.num_heads, -1))
-            rows = torch.einsum("hgk,hke->hge", weight.detach().float().unflatten(0, (mixer.num_heads, -1)), heads)
-            made[name] = rows.flatten(0, 1).to(matrix.weight.dtype)
-        elif weight is not None:
-            made[name] = weight.detach() if gate.source == "hidden" else torch.block_diag(*weight.detach().unsqueeze(1))
-    return made
+    names = [name for name, weight in (("READS", gate.read_weight), ("WRITES", gate.write_weight)) if weight is not None]
+    with torch.no_grad():
+        rows = gate.rows(mixer.q_proj.weight.float(), mixer.k_proj.weight.float())
+    return {name: row.to(mixer.q_proj.weight.dtype) for name, row in zip(names, rows, strict=True)}
 
 
 def gate_arguments(mixer: RecurrentMixer) -> dict[str, Any]:
