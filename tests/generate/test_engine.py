@@ -1,14 +1,18 @@
 """The engine: the same answers as the model's own forward, and a clear answer to every odd request."""
 
+import functools
 import logging
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headmax import HeadmaxForCausalLM
 from headmax.bench.decode import agreement, drift
+from headmax.data.tokenizer import mistral
 from headmax.generate import GREEDY, Engine, Request, Sampling
 from headmax.generate import step as steps
 from headmax.generate.text import TextStream
@@ -17,6 +21,11 @@ from tests.waiting import no_waiting
 from .checkpoint import MODELS, VOCABULARY, make_model, make_tokenizer, tokens
 
 everywhere = pytest.mark.parametrize("name", MODELS)
+
+
+@functools.cache
+def tokenizer_that_comes_along() -> Any:
+    return mistral().tokenizer
 
 
 def largest_difference(engine: Engine, model: HeadmaxForCausalLM, text: torch.Tensor, start: int) -> float:
@@ -144,6 +153,20 @@ def test_a_stop_string_in_many_tokens_is_never_shown_in_part() -> None:
     assert [half.push(token) for token in tokenizer("ö")["input_ids"]] == ["", "ö"]
 
 
+@given(
+    st.lists(
+        st.one_of(st.text("🦜🦚𒀀ö ", max_size=12), st.text(max_size=12), st.sampled_from(["word after word ", " a  b", "\n"])), max_size=8
+    )
+)
+@settings(max_examples=60, deadline=None)
+def test_streamed_text_is_the_text_of_all_tokens(texts: list[str]) -> None:
+    """With the tokenizer that comes along: bytes of characters in a row, a special token before each text, words with their spaces."""
+    tokenizer = tokenizer_that_comes_along()
+    ids = [token for text in texts for token in tokenizer.encode(text).ids]
+    stream = TextStream(tokenizer)
+    assert "".join([stream.push(token) for token in ids]) + stream.finish() == tokenizer.decode(ids, skip_special_tokens=True)
+
+
 def test_text_and_tokens_are_the_same_request() -> None:
     engine = Engine(make_model(), tokenizer=make_tokenizer())
     ids = make_tokenizer()("abc")["input_ids"]
@@ -161,6 +184,8 @@ def test_text_and_tokens_are_the_same_request() -> None:
         ({}, {"prompt": [3], "stop_tokens": [999]}, r"stop_tokens has 999, which is not in the vocabulary of 258 tokens"),
         ({}, {"prompt": [3], "stop_strings": ["x"]}, r"stop_strings need a tokenizer"),
         ({"tokenizer": "any"}, {"prompt": [3], "stop_strings": [""]}, r"stop_strings has an empty string"),
+        ({}, {"prompt": [3], "stop_tokens": 2}, r"stop_tokens must be a list, got 2"),
+        ({"tokenizer": "any"}, {"prompt": [3], "stop_strings": "ab"}, r"stop_strings must be a list, got 'ab'"),
         ({}, {"prompt": [3], "max_new_tokens": -1}, r"max_new_tokens must not be negative, got -1"),
     ],
 )
@@ -221,6 +246,20 @@ def test_layers_that_cannot_be_fused_decode_beside_those_that_can(caplog: pytest
     assert largest_difference(engine, model, text, 4) <= expected + 1e-5
     with pytest.raises(ValueError, match=r"a layer cannot be fused: mixer\.b_proj is a Sequential"):
         Engine(model, max_length=10, path="fused")
+
+
+def test_an_adapter_on_the_head_is_asked() -> None:
+    pytest.importorskip("triton")
+    from peft import LoraConfig, get_peft_model
+
+    model, text = make_model("gla", tie_word_embeddings=False), torch.tensor([tokens(7)])
+    get_peft_model(model, LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False))
+    engine = Engine(model)
+    engine.step.layers, engine.step.head = steps.layers(model, "auto")
+    assert type(engine.step.layers[0]).__name__ == "FusedBlock"
+    assert largest_difference(engine, model, text, 4) <= 1e-4
+    with pytest.raises(ValueError, match="lm_head cannot be fused"):
+        Engine(model, path="fused")
 
 
 @pytest.mark.gpu

@@ -127,6 +127,35 @@ def test_right_padding_is_fine_without_a_state_and_refused_with_one() -> None:
         model(ids, attention_mask=mask, use_cache=True)
 
 
+@pytest.mark.parametrize("mask", [[[0, 1, 1]], [[1] * 5 + [0, 1, 1]]], ids=["of the new tokens", "of all"])
+def test_padding_after_a_state_is_refused(mask: list[list[int]]) -> None:
+    for name in ("gla", "hybrid"):
+        model = make(name)
+        past = model(tokens(1, 5), use_cache=True).past_key_values
+        with pytest.raises(ValueError, match="attention_mask pads tokens that follow a state"):
+            model(tokens(1, 3), attention_mask=torch.tensor(mask), past_key_values=past)
+        later = model(tokens(1, 3), attention_mask=torch.ones(1, 3), past_key_values=past)
+        assert later.past_key_values.get_seq_length() == 8
+
+
+def test_left_padding_may_go_on_in_the_next_piece() -> None:
+    model, ids = make("gla"), tokens(1, 4)
+    mask = torch.tensor([[0] * 6 + [1] * 4])
+    padded = torch.cat([torch.zeros(1, 6, dtype=ids.dtype), ids], 1)
+    past = model(padded[:, :5], attention_mask=mask[:, :5], use_cache=True).past_key_values
+    assert close(model(padded[:, 5:], attention_mask=mask, past_key_values=past).logits[:, 1:], model(ids).logits)
+
+
+def test_compiled_training_sees_the_documents_that_positions_tell() -> None:
+    model = make("gla").train()
+    pieces = [{"input_ids": tokens(1, length, seed=length)[0].tolist()} for length in (5, 1, 9)]
+    batch = DataCollatorWithFlattening(return_tensors="pt")(pieces)
+    compiled = torch.compile(model, backend="aot_eager")
+    assert close(compiled(**batch).loss, model(**batch).loss)
+    assert not close(model(**batch).loss, model(batch["input_ids"], labels=batch["labels"]).loss)
+    torch._dynamo.reset()
+
+
 def test_sampling_several_sequences_and_continuing_a_cache() -> None:
     model, ids = make("gla"), tokens(1, 5)
     ones = torch.ones_like(ids)
@@ -314,6 +343,7 @@ def test_autocast_keeps_parameters_in_float32() -> None:
         ({"mixer": "gla", "num_v_heads": 8}, "num_v_heads has no use in a model of gla layers"),
         ({"mixer": "gated_deltanet", "feature_map": "relu"}, "feature_map has no use in a model of gated_deltanet layers"),
         ({"num_heads": -4}, "num_heads must be a positive integer, got -4"),
+        ({"head_k_dim": 12.5}, "head_k_dim must be a positive integer or None, got 12.5"),
         ({"hidden_size": 0}, "hidden_size must be a positive integer, got 0"),
         ({"head_gates": HeadGateConfig()}, "unknown field 'head_gates'; did you mean 'head_gate'"),
         ({"head_gate": {"reed": True}}, "head_gate has no field 'reed'; did you mean 'read'"),
@@ -321,7 +351,7 @@ def test_autocast_keeps_parameters_in_float32() -> None:
         ({"output_norm": "heads"}, "unknown output_norm 'heads'; did you mean 'head'"),
         ({"feature_map": "rellu"}, "unknown feature_map 'rellu'; did you mean 'relu'"),
         ({"conv_size": -1}, "conv_size must be 0 for none or at least 2, got -1"),
-        ({"intermediate_size": 0}, "intermediate_size must be positive or None, got 0"),
+        ({"intermediate_size": 0}, "intermediate_size must be a positive integer or None, got 0"),
         ({"norm_eps": -1.0}, "norm_eps must be positive, got -1.0"),
         ({"mixer": None}, "mixer must be a name or a list with one name per layer, got None"),
         ({"head_gate": "softmax"}, "head_gate must be a HeadGateConfig, a dict of its fields or None, got 'softmax'"),
@@ -354,6 +384,8 @@ def test_call_errors() -> None:
         model(ids, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]), use_cache=True)
     with pytest.raises(ValueError, match="seq_idx alone does not tell"):
         model(ids, seq_idx=torch.zeros(1, 6))
+    with pytest.raises(ValueError, match=r"unknown argument 'return_gate'; did you mean 'return_gates'"):
+        model(ids, return_gate=True)
     with pytest.raises(ValueError, match="past_key_values has 1 layers, the model 3"):
         model(ids, past_key_values=HeadmaxCache(1))
     with pytest.raises(ValueError, match="a recurrent state cannot be cropped"):

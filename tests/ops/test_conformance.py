@@ -107,6 +107,24 @@ def test_any_decay_is_stable_over_65536_steps(name: str, decay: float | str) -> 
 
 
 @pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("backend", ["reference", "chunkwise", "triton"])
+def test_a_decay_to_nothing_forgets_all_that_came_before(name: str, backend: str) -> None:
+    """exp(-inf) = 0; a decay that is no number must not pass for one."""
+    if backend == "triton":
+        pytest.importorskip("triton")
+    spec, device = SPECS[name], "cuda" if torch.cuda.is_available() and backend == "triton" else "cpu"
+    inputs = spec.inputs(Case(time=90, heads=1, key=20, value=24, gates="both", initial_state=True), device=device)
+    inputs["log_decay"][:, 40] = -torch.inf
+    actual = run(spec, inputs, backend)
+    assert all(x.isfinite().all() for x in actual.values())
+    tail = {key: x[:, 40:] if torch.is_tensor(x) and key != "initial_state" else x for key, x in inputs.items()} | {"initial_state": None}
+    assert distance(actual["o"][:, 40:], spec.function(**tail, backend="reference")[0]) <= 2e-5
+    inputs["log_decay"][:, 50] = torch.nan
+    with torch.no_grad():
+        assert not spec.function(**inputs, backend=backend)[0][:, 51:].isfinite().all()
+
+
+@pytest.mark.parametrize("name", SPECS)
 def test_decays_of_all_sizes_mixed_in_a_long_sequence_stay_exact(name: str) -> None:
     """Longer than one segment, steps of 0 and -100 side by side: cancellation or overflow would show here."""
     spec, case = SPECS[name], Case(time=5000, heads=1, key=4, value=4, gates="both", initial_state=True, decay="mixed")

@@ -29,7 +29,7 @@ def test_the_same_steps_as_on_a_cpu(tmp_path: Path) -> None:
 
 
 def test_compiled_in_bfloat16_with_validation_and_resume(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"device": "cuda", "compute_precision": "bfloat16", "eval_every": 5, "optim_lr": 3e-3}
+    settings: dict[str, Any] = {"device": "cuda", "compute_precision": "bfloat16", "eval_every": 5, "checkpoint_every": 3, "optim_lr": 3e-3}
     for out, steps in (("whole", 20), ("half", 7), ("half", 20)):
         train(tmp_path / out, **settings, max_steps=steps, validation=Walks(seed=1))
     whole, half = (torch.tensor(losses(tmp_path / out))[:, 1] for out in ("whole", "half"))

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -119,6 +120,21 @@ def test_the_summary_and_the_lines(tmp_path: Path) -> None:
     assert (summary["steps"], summary["skipped_steps"], summary["validation"]) == (4, [], lines[3]["validation"])
     assert summary["stability"]["loss_spikes"]["count"] == 0
     assert dict(scalars(lines[1]))["gates/0/read/entropy"] == lines[1]["gates"]["0/read"]["entropy"]
+
+
+def test_every_moment_is_on_the_clock_of_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's clock gives events, which only know how far they are from other events."""
+
+    class Event:
+        def __init__(self) -> None:
+            self.at = time.perf_counter()
+
+        def elapsed_time(self, later: "Event") -> float:
+            return 1e3 * (later.at - self.at)
+
+    monkeypatch.setattr("headmax.train.trainer.now", lambda device: Event())
+    train(tmp_path, max_steps=6, checkpoint_every=2, eval_every=3, validation=Walks(seed=1))
+    assert all(line["seconds"] > 0 for line in read_lines(tmp_path / "metrics.jsonl"))
 
 
 def test_json_stays_json_where_numbers_are_not_finite(tmp_path: Path) -> None:

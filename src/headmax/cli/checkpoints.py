@@ -89,6 +89,7 @@ def generate(
     check_device(device)
     sampling = GREEDY if greedy else Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     settings = terminal.Settings(max_new_tokens, sampling, stop)
+    terminal.load_config(checkpoint)  # says what is wrong with a folder, before its tokenizer is missed
     words = terminal.load_tokenizer(tokenizer or checkpoint)
     model = terminal.load(checkpoint, device, dtype and getattr(torch, dtype))
     if compile:

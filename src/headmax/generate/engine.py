@@ -138,6 +138,9 @@ class Engine:
             raise ValueError(f"{len(requests)} requests, the engine takes 1 to max_batch = {self.max_batch} at a time")
         vocabulary = self.model.config.vocab_size
         for request in requests:
+            for name in ("stop_tokens", "stop_strings"):
+                if isinstance(getattr(request, name), int | str):
+                    raise ValueError(f"{name} must be a list, got {getattr(request, name)!r}")
             if request.max_new_tokens < 0:
                 raise ValueError(f"max_new_tokens must not be negative, got {request.max_new_tokens}")
             for token in request.stop_tokens:

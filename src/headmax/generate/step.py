@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headmax.generate.prefix import PrefixState
 from headmax.generate.sampling import Features, Sampler
@@ -30,12 +30,19 @@ def layers(model: HeadmaxForCausalLM, path: Path) -> tuple[list[Layer], Callable
         said = sorted({why for why in reasons.values() if why is not None})
         logger.warning("decoding goes without fused kernels in some layers: %s", "; ".join(said))
     made: list[Layer] = [functools.partial(plain_step, block) for block in blocks]
+
+    def head(x: Tensor) -> Tensor:
+        return model.lm_head(model.model.norm(x)).float()
+
     if all(reasons.values()):
-        return made, lambda x: model.lm_head(model.model.norm(x)).float()
+        return made, head
     from headmax.layers.triton_block import FusedBlock, FusedHead
 
+    plain_head = type(model.lm_head) is nn.Linear
+    if path == "fused" and not plain_head:
+        raise ValueError(f"lm_head cannot be fused: it is a {type(model.lm_head).__name__}")
     made = [FusedBlock(block) if reasons[block] is None else plain for block, plain in zip(blocks, made, strict=True)]
-    return made, FusedHead(model.model.norm, model.lm_head)
+    return made, FusedHead(model.model.norm, model.lm_head) if plain_head else head
 
 
 class Step:

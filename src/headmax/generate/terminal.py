@@ -37,7 +37,7 @@ def load(folder: Path, device: str, dtype: torch.dtype | None) -> HeadmaxForCaus
 
 def load_tokenizer(folder: Path) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{folder}: no tokenizer there that transformers can load; put tokenizer.json and tokenizer_config.json beside the model, "

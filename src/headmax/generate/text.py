@@ -27,9 +27,11 @@ class TextStream:
         if not text.endswith("�"):  # a character whose bytes are not all there yet
             start = max(0, len(self.text) - max(map(len, self.stops), default=0))
             self.text += text[len(self.shown) :]
-            if len(self.window) > 8:  # only a few tokens are decoded anew each time
-                self.window, text = self.window[-1:], self._decode(self.window[-1:])
             self.shown = text
+            if len(self.window) > 8:  # only a few tokens are decoded anew each time
+                alone = self._decode(self.window[-1:])
+                if alone and "�" not in alone:  # else it is part of a character, or hides how the next one begins
+                    self.window, self.shown = self.window[-1:], alone
             ends = [at for stop in self.stops if (at := self.text.find(stop, start)) >= 0]
             if ends:
                 self.text, self.stopped = self.text[: min(ends)], True

@@ -48,10 +48,10 @@ class HeadGateConfig:
             raise ValueError("HeadGateConfig: read and write are both False; a model without gates has head_gate=None")
         if self.scale != "heads" and not (isinstance(self.scale, int | float) and self.scale > 0):
             raise ValueError(f"HeadGateConfig: scale must be a positive number or 'heads', got {self.scale!r}")
-        if not self.temperature > 0:
-            raise ValueError(f"HeadGateConfig: temperature must be positive, got {self.temperature!r}")
-        if not self.init_std >= 0:
-            raise ValueError(f"HeadGateConfig: init_std must not be negative, got {self.init_std!r}")
+        if not (isinstance(self.temperature, int | float) and self.temperature > 0):
+            raise ValueError(f"HeadGateConfig: temperature must be a positive number, got {self.temperature!r}")
+        if not (isinstance(self.init_std, int | float) and self.init_std >= 0):
+            raise ValueError(f"HeadGateConfig: init_std must be a number that is not negative, got {self.init_std!r}")
 
     def build(self, *, hidden_size: int, num_heads: int, head_dim: int, like: Tensor) -> HeadGate:
         """The module, for `num_heads` gates scored on heads of width `head_dim`, on the device and in the dtype of `like`."""

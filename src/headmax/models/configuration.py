@@ -78,8 +78,11 @@ class HeadmaxConfig(PreTrainedConfig):
                 raise ValueError(f"HeadmaxConfig: {name} must be a positive integer, got {value!r}")
         for name in ("head_k_dim", "head_v_dim", "num_v_heads", "intermediate_size", "mlp_ratio"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"HeadmaxConfig: {name} must be positive or None, got {value!r}")
+            whole = name == "mlp_ratio" or isinstance(value, int)
+            if value is not None and not (whole and value > 0):
+                raise ValueError(
+                    f"HeadmaxConfig: {name} must be a positive {'number' if name == 'mlp_ratio' else 'integer'} or None, got {value!r}"
+                )
         if self.conv_size is not None and (self.conv_size < 0 or self.conv_size == 1):
             raise ValueError(f"HeadmaxConfig: conv_size must be 0 for none or at least 2, got {self.conv_size!r}")
         if not self.norm_eps > 0:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,13 +74,22 @@ def padding(attention_mask: Tensor | None) -> Tensor | None:
     return None if attention_mask.all() else attention_mask
 
 
+@functools.cache
+def misspelt(name: str) -> str | None:
+    """The argument of our own that a name is all but equal to."""
+    return next(iter(difflib.get_close_matches(name, ("return_gates", "cu_seqlens", "skip_logits"), n=1, cutoff=0.9)), None)
+
+
 def find_packing(
     tokens: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cu_seqlens: Tensor | Packing | None
 ) -> Packing | None:
     """The packing of tokens [batch, time, ...]: as given, or where unpadded positions do not count on by one."""
     packing = check_packing("HeadmaxModel", cu_seqlens, tokens.shape[0], tokens.shape[1], tokens.device)
-    if packing is not None or position_ids is None or torch.compiler.is_compiling():
-        return packing
+    return packing if packing is not None or position_ids is None else packing_of_positions(tokens, attention_mask, position_ids)
+
+
+@torch.compiler.disable(reason="position_ids are read on the host to find packed sequences: pass cu_seqlens as a Packing instead")
+def packing_of_positions(tokens: Tensor, attention_mask: Tensor | None, position_ids: Tensor) -> Packing | None:
     if padding(attention_mask) is not None:
         return None  # positions of padding mean nothing
     if position_ids.shape[0] == 1 and tokens.shape[0] == 1:
@@ -148,11 +159,18 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         if attention_mask is not None and tuple(attention_mask.shape) not in ((batch, time), (batch, past + time)):
             raise ValueError(f"attention_mask must be [batch, seen + time] = {[batch, past + time]}, got {list(attention_mask.shape)}")
-        attention_mask = padding(attention_mask)
-        packing = find_packing(x, attention_mask, position_ids, cu_seqlens)
+        new_only = past > 0 and attention_mask is not None and attention_mask.shape[1] == time
+        attention_mask, compiling = padding(attention_mask), torch.compiler.is_compiling()
+        packing = find_packing(
+            x, attention_mask, None if compiling else position_ids, cu_seqlens
+        )  # with labels they were looked at already
         if packing is not None and (use_cache or past) and any(self.uses_attention):
             raise ValueError("attention layers keep no states of packed sequences: pass use_cache=False and no past_key_values")
         pads_right = pads_on_the_right(attention_mask)
+        if past and not all(self.uses_attention) and (pads_right or (new_only and attention_mask is not None and not compiling)):
+            raise ValueError(
+                "attention_mask pads tokens that follow a state, which would decay through them: continue such rows by themselves"
+            )
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and packing is None and not pads_right
         elif use_cache and pads_right and not all(self.uses_attention):
@@ -258,6 +276,10 @@ class HeadmaxForCausalLM(HeadmaxPreTrainedModel, GenerationMixin):
 
         With labels in training mode (or `skip_logits=True`) the loss is computed piece by piece, and `.logits` is None.
         """
+        if not torch.compiler.is_compiling():
+            for name in kwargs:  # as Hugging Face models do, it takes what others pass around, but not a misspelt argument of its own
+                if (meant := misspelt(name)) is not None:
+                    raise ValueError(f"unknown argument {name!r}; did you mean {meant!r}?")
         if cu_seqlens is None:
             cu_seqlens = kwargs.pop("cu_seq_lens_q", None)
         if "seq_idx" in kwargs and position_ids is None and cu_seqlens is None:

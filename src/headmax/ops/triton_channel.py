@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from headmax.ops.packing import CHUNK
-from headmax.ops.triton_common import chunk_span, tile
+from headmax.ops.triton_common import at_least, chunk_span, tile
 
 MILD = tl.constexpr(120.0)
 """A decay of exp(-120), split in two, leaves factors of at most exp(60): float32's and bfloat16's range has room for queries and keys."""
@@ -60,7 +60,7 @@ def sums_kernel(
     for k_start in range(0, K, BK):
         p_g, inside = tile(log_decay, first, count, head, k_start, H, K, C, BK)
         p_s, in_s = tile(sums, first, count, head, k_start, H, K, C, BK)
-        step = tl.maximum(tl.load(p_g, mask=inside, other=0.0).to(sums.dtype.element_ty), -100.0)  # exp(-100) is 0 in float32
+        step = at_least(tl.load(p_g, mask=inside, other=0.0).to(sums.dtype.element_ty))
         tl.store(p_s, tl.cumsum(step, 0), mask=inside)
         total, columns = tl.sum(step, 0).to(tl.float32), k_start + tl.arange(0, BK)
         tl.store(whole + index * K + columns, total, mask=columns < K)

@@ -128,15 +128,21 @@ def segment_span(run, segments, table, starts, T, C: tl.constexpr, PACKED: tl.co
 
 
 @triton.jit
+def at_least(log_decay):
+    """-100 for anything lower: its exponential is 0 in float32, and -inf would leave nothing to tell two tokens apart by. NaN stays NaN."""
+    return tl.where(log_decay < -100.0, -100.0, log_decay)
+
+
+@triton.jit
 def decay_sums(log_decay, first, count, head, H: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr):
     """The running sum b [C] in float64 and its last value; empty slots add nothing."""
     rows = tl.arange(0, C)
     if DECAY == "token":
-        step = tl.load(log_decay + (first + rows) * H + head, mask=rows < count, other=0.0).to(tl.float64)
+        step = at_least(tl.load(log_decay + (first + rows) * H + head, mask=rows < count, other=0.0).to(tl.float64))
         b = tl.cumsum(step, 0)
         total = tl.sum(step, 0)
     else:
-        step = tl.load(log_decay + head).to(tl.float64)
+        step = at_least(tl.load(log_decay + head).to(tl.float64))
         b = (rows + 1).to(tl.float64) * step
         total = count.to(tl.float64) * step
     return b, total

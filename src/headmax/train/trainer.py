@@ -244,7 +244,7 @@ class Trainer:
         tokens, samples = self.step * self.config.batch_tokens, self.step * self.config.batch_size
         position = {"step": self.step, "tokens": tokens, "samples": samples, "skipped": self.skipped, "ranks": self.world.size}
         self.checkpoints.save(self.step, self.state(), position | {"settings": self.settings})
-        self.clock = time.perf_counter()
+        self.clock = now(self.world.device)
 
     def resume(self) -> None:
         """On from the newest whole checkpoint, if there is one that this run's settings continue."""
