@@ -132,13 +132,23 @@ def test_json_stays_json_where_numbers_are_not_finite(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("option", "package"), [({"log_tensorboard": True}, "tensorboard"), ({"log_wandb": "project"}, "wandb")])
 def test_a_tracker_that_is_not_installed_is_named(option: dict, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
     for name in [name for name in sys.modules if name.split(".")[0] == package or name.startswith("torch.utils.tensorboard")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ValueError, match=f"pip install {package}"):
         train(tmp_path, max_steps=1, **option)
+
+
+def test_folders_of_the_same_name_are_different_runs_to_a_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = mock.Mock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.chdir(tmp_path)
+    for folder in (Path("a/gla"), Path("b/gla"), tmp_path / "a/gla"):
+        folder.mkdir(parents=True, exist_ok=True)
+        Log(folder, LogConfig(wandb="project"), after=0).close()
+    first, other, again = (call.kwargs for call in wandb.init.call_args_list)
+    assert first["name"] == other["name"] == "gla"
+    assert first["id"] == again["id"] != other["id"]
 
 
 def test_a_vocabulary_that_is_too_small_is_named(tmp_path: Path) -> None:
