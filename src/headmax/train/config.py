@@ -71,7 +71,7 @@ class EvalConfig:
     every: int = 500
     """Steps between measurements; 0 for none. The last step is always measured then."""
     sequences: int = 128
-    """Held-out sequences: always the first so many."""
+    """Held-out sequences: always the first so many, whatever the seed; of several processes each takes as many, which rounds them down."""
     accuracy: bool = False
     """Also the share of labels predicted exactly. It holds their logits at once, so it is meant for recall tasks."""
 
