@@ -2,19 +2,21 @@
 
 import json
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from headmax import HeadmaxForCausalLM, HeadmaxModel, recipes
 from headmax.data.mqar import MQAR
-from headmax.train import OptimConfig
+from headmax.train import LogConfig, OptimConfig
 from headmax.train.evaluate import Health, balance, evaluate
 from headmax.train.metrics import Log, read_lines, scalars, stability, summarize
 from headmax.train.parallel import Replica, World
-from headmax.train.trainer import fit
+from headmax.train.trainer import Trainer, fit
 from tests.train.small import Walks, losses, model_config, train, train_config
 
 ALONE = World(0, 1, torch.device("cpu"), None)
@@ -34,9 +36,25 @@ def test_micro_batches_add_up_to_the_whole_batch(separate: bool, tmp_path: Path)
     loss = model(batch.input_ids, labels=batch.labels, cu_seqlens=batch.packing).loss
     loss.backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
-    for size in (1, 2, 8):
+    for size in (1, 2, 3, 8):
         found = first_loss(tmp_path / str(size), Walks(separate=separate), compute_micro_batch=size)
         assert found == pytest.approx((loss.item(), norm.item()), rel=1e-5)
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_uneven_micro_batches_have_the_gradients_of_the_whole_batch(separate: bool, tmp_path: Path) -> None:
+    source, config = Walks(separate=separate), train_config(compute_micro_batch=3)
+    trainer = Trainer(model_config(), config, source, None, tmp_path, ALONE, {}, show=lambda line: None)
+    batches = trainer.feed.read(0)
+    assert sorted(batch.input_ids.numel() // source.length for batch in batches) == [2, 3, 3]
+    trainer.gradients(batches)
+    trainer.close()
+    whole = HeadmaxForCausalLM(model_config()).train()
+    whole.load_state_dict(trainer.model.state_dict())
+    batch = source.batch(range(8))
+    whole(batch.input_ids, labels=batch.labels, cu_seqlens=batch.packing).loss.backward()
+    for (name, p), q in zip(whole.named_parameters(), trainer.model.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks, and knows
@@ -47,7 +65,8 @@ def test_activation_checkpointing_and_compilation_change_nothing(tmp_path: Path,
     compile_blocks = HeadmaxModel.compile_blocks
     monkeypatch.setattr(HeadmaxModel, "compile_blocks", lambda self: compiled.append(compile_blocks(self, backend="eager")))
     assert first_loss(tmp_path / "compiled", Walks(), compute_compile=True) == pytest.approx(plain, rel=1e-5)
-    assert len(compiled) == 1
+    assert first_loss(tmp_path / "uneven", Walks(), compute_compile=True, compute_micro_batch=3) == pytest.approx(plain, rel=1e-5)
+    assert len(compiled) == 2
 
 
 def test_validation_is_the_mean_over_held_out_tokens(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 
 def train_command(arguments: list[str]) -> Callable[..., None]:
-    """`headmax train`, its defaults those of the recipe that the arguments name: in the first place, where nothing else can be taken for it."""
+    """`headmax train`, its defaults those of the recipe that the arguments name first, and there alone."""
     import tyro
 
     from headmax import HeadmaxConfig

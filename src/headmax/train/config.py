@@ -45,7 +45,7 @@ class ComputeConfig:
     precision: Precision = "bfloat16"
     """What the matrix products compute in."""
     micro_batch: int = 8
-    """Most sequences a device takes at once; its share of the batch is split evenly so that none is larger."""
+    """Most sequences a device takes at once; its share of the batch is split as evenly as can be so that none is larger."""
     compile: bool | None = None
     """torch.compile of the blocks; None: on a GPU."""
     activation_checkpointing: bool = False

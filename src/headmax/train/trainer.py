@@ -189,7 +189,7 @@ class Trainer:
         """Adds up the gradients of this step's global batch; its mean loss over all predicted tokens of all ranks."""
         device, ranks = self.world.device, self.world.size
         items = self.world.sum(torch.full((), sum(map(predicted, batches)), device=device, dtype=torch.float32)).clamp(min=1)
-        total = torch.zeros((), device=device)
+        total, tokens = torch.zeros((), device=device), sum(batch.input_ids.numel() for batch in batches)
         for n, batch in enumerate(batches):
             batch = to(batch, device)
             with self.replica.micro_step(last=n == len(batches) - 1):
@@ -203,7 +203,8 @@ class Trainer:
                     )
                 objective = output.loss
                 if self.config.gate_balance > 0:
-                    objective = objective + self.config.gate_balance / len(batches) * balance(output.gates)
+                    share = batch.input_ids.numel() / tokens
+                    objective = objective + self.config.gate_balance * share * balance(output.gates)
                 objective.backward()
             total += output.loss.detach()
         return total / ranks
