@@ -225,6 +225,18 @@ def test_two_at_once_are_refused(tmp_path: Path) -> None:
         prepare(config, tmp_path / "out")
 
 
+def test_where_there_are_no_locks_it_warns_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(durable.fcntl, "flock", no_locks)
+    with durable.sole_user(tmp_path / "out"):
+        pass
+    assert "out: cannot be locked (No locks available): see that no other process writes to it" in caplog.text
+
+
 def test_an_encoding_process_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "encoder.py").write_text("import sys; sys.exit(7)")
     monkeypatch.setattr(encoder, "__file__", str(tmp_path / "encoder.py"))
