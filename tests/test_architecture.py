@@ -73,7 +73,7 @@ def test_a_missing_extra_gives_one_clear_line(missing: str) -> None:
     done = python("import headmax.cli; headmax.cli.main()", without=[missing])
     assert done.returncode == 1
     assert len(done.stderr.strip().splitlines()) == 1
-    assert "pip install 'headmax[train,plot]'" in done.stderr
+    assert "pip install '.[train,plot]' in a checkout" in done.stderr
 
 
 def test_importing_headmax_registers_the_auto_classes() -> None:

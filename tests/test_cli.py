@@ -31,6 +31,14 @@ def test_every_command_has_help(command: list[str], monkeypatch: pytest.MonkeyPa
     assert about.endswith("."), about
 
 
+def test_help_of_a_recipe_has_its_defaults(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["headmax", "train", "mqar-gla", "--out", "gla-tiny", "--help"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 0
+    assert "--task.num-pairs" in capsys.readouterr().out
+
+
 def test_help_names_every_command() -> None:
     done = headmax("--help")
     assert done.returncode == 0, done.stderr
@@ -53,6 +61,8 @@ def test_recipes_lists_counts_and_states() -> None:
         (["bench", "kernels", "--length", "0"], "--length must be at least 1, got 0"),
         (["bench", "kernels", "--device", "tpu"], "--device tpu: this machine has cpu"),
         (["recipe"], "recipe"),
+        (["train", "--out", "gla-tiny", "softmax-retnet-tiny"], "the recipe comes first, as in `headmax train softmax-gla-340m --out ...`"),
+        (["train", "gla-tini", "--out", "gla-tiny"], "unknown recipe 'gla-tini'; did you mean 'gla-tiny'?"),
         (["plan", "softmax-gla-340m", "--tokens", "many"], "--tokens must be a number such as 500000, 15e9, 0.5M or 15B, got 'many'"),
     ],
 )

@@ -1,11 +1,15 @@
 """The README tells the truth: its code runs, its commands exist, its figures are the records', its tree is the tree."""
 
+import functools
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+import tyro
 
 from headmax.bench import readme
+from headmax.cli.app import commands
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text()
@@ -31,6 +35,7 @@ def test_its_commands_exist() -> None:
 def test_its_figures_are_those_of_the_records() -> None:
     assert readme.render(TEXT) == TEXT
     assert TEXT.count("<!-- generated: ") == len(readme.SECTIONS)
+    assert readme.kernels().count("x as fast") == 1, "only the peer's own op is compared with it"
 
 
 def test_its_tree_is_the_tree() -> None:
@@ -40,6 +45,30 @@ def test_its_tree_is_the_tree() -> None:
     for path in (ROOT / "src/headmax").iterdir():
         if path.name != "__pycache__" and (path.is_dir() or path.suffix == ".py"):
             assert path.name in tree or path.name in ("__init__.py", "__main__.py"), f"{path.name} is not in the tree"
+
+
+def commands_in(text: str) -> list[str]:
+    """The lines of code blocks that call headmax, but those that stand for several or feed another program."""
+    blocks = "".join(re.findall(r"^```\w*\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE))
+    return [
+        line for line in re.findall(r"^(?:torchrun .* -m )?headmax (.*)", blocks, flags=re.MULTILINE) if not re.search(r"\.\.\.|\|", line)
+    ]
+
+
+@pytest.mark.parametrize("path", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda path: path.stem)
+def test_its_command_lines_are_understood(path: Path) -> None:
+    for line in commands_in(path.read_text()):
+        arguments = shlex.split(line, comments=True)
+        command = commands(arguments)[arguments[0]]
+        options = arguments[1:]
+        if isinstance(command, tuple):
+            command, options = command[1][options[0]], options[1:]
+        understood = functools.wraps(command)(lambda *_, **__: None)  # the same arguments, and nothing done
+        tyro.cli(understood, args=options)
+
+
+def test_command_lines_are_found() -> None:
+    assert len(commands_in(TEXT)) >= 7
 
 
 def run_guide(name: str) -> dict:

@@ -1,11 +1,17 @@
-"""Files that are whole or not there, whenever the power goes."""
+"""Files that are whole or not there, whenever the power goes, and folders with one process that writes."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
+
+logger = logging.getLogger("headmax")
 
 
 def write(path: Path, content: str | bytes) -> None:
@@ -34,3 +40,24 @@ def sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def sole_user(folder: Path) -> Iterator[None]:
+    """Makes the folder and keeps other processes from writing to it; a lock of the system's, which a killed process leaves free."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise ValueError(f"{folder}: cannot be written to: {error.strerror}") from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(handle)
+        raise ValueError(f"{folder}: another process is writing to it") from error
+    except OSError as error:  # file systems over a network may have no such locks
+        logger.warning("%s: cannot be locked (%s): see that no other process writes to it", folder, error.strerror)
+    try:
+        yield
+    finally:
+        os.close(handle)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from headmax import durable
 from headmax.data import documents as documents_module
 from headmax.data import encoder
 from headmax.data import prepare as module
@@ -220,8 +221,20 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path, monkeypatch: pyte
 
 def test_two_at_once_are_refused(tmp_path: Path) -> None:
     config = PrepareConfig((str(write(tmp_path / "a.jsonl", TEXTS)),))
-    with module.sole_user(tmp_path / "out"), pytest.raises(ValueError, match="out: another process is writing to it"):
+    with durable.sole_user(tmp_path / "out"), pytest.raises(ValueError, match="out: another process is writing to it"):
         prepare(config, tmp_path / "out")
+
+
+def test_where_there_are_no_locks_it_warns_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(durable.fcntl, "flock", no_locks)
+    with durable.sole_user(tmp_path / "out"):
+        pass
+    assert "out: cannot be locked (No locks available): see that no other process writes to it" in caplog.text
 
 
 def test_an_encoding_process_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Settings, schedule, parameter groups and the split of a batch."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -65,13 +66,18 @@ def test_decisive_fields_are_those_that_change_the_result() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("limit", [1, 3, 4, 100])
+@pytest.mark.parametrize("limit", [1, 3, 4, 5, 100])
 def test_every_sample_of_a_step_is_taken_once(ranks: int, limit: int) -> None:
     shares = [micro_batches(24, 12, world(rank, ranks), limit) for rank in range(ranks)]
     assert [i for share in shares for indices in share for i in indices] == list(range(24, 36))
     sizes = {len(indices) for share in shares for indices in share}
-    assert len(sizes) == 1
+    assert max(sizes) - min(sizes) <= 1
     assert max(sizes) <= limit
+    assert len(shares[0]) == math.ceil(12 / ranks / limit)
+
+
+def test_a_prime_share_is_not_taken_one_by_one() -> None:
+    assert sorted(map(len, micro_batches(0, 31, world(), 8))) == [7, 8, 8, 8]
 
 
 def test_a_batch_that_does_not_split_is_refused() -> None:

@@ -40,6 +40,13 @@ def test_compiled_in_bfloat16_with_validation_and_resume(tmp_path: Path) -> None
     assert all(0 < line["mfu"] < 1 and line["memory"] > 0 for line in lines)
 
 
+def test_compiled_micro_batches_of_two_sizes(tmp_path: Path) -> None:
+    for size in (8, 3):
+        train(tmp_path / str(size), device="cuda", compute_precision="bfloat16", compute_micro_batch=size, max_steps=5)
+    even, uneven = (torch.tensor(losses(tmp_path / str(size)))[:, 1] for size in (8, 3))
+    torch.testing.assert_close(uneven, even, rtol=1e-2, atol=0)
+
+
 def test_a_step_that_is_not_finite_is_skipped_on_the_device(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"device": "cuda", "compute_compile": False}
     train(tmp_path / "four", **settings, max_steps=4)

@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from headmax import durable
 from headmax.train.checkpoint import finished, step_of
 from headmax.train.metrics import read_lines
-from tests.train.small import command, finish, losses, parameters, start
+from headmax.train.parallel import World
+from headmax.train.trainer import sole_run
+from tests.train.small import command, finish, losses, parameters, start, wait_for_step
 
 EVERY = 4
 
@@ -65,3 +68,26 @@ def test_three_kills(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_twenty_kills(tmp_path: Path) -> None:
     disturb(tmp_path / "run", tmp_path / "whole", kills=20)
+
+
+def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
+    first = start(*command(tmp_path, "--max-steps", "1000000"))
+    wait_for_step(tmp_path, 1, first)
+    assert finish(start(*command(tmp_path)), expected=2) == f"headmax: {tmp_path}: another process is writing to it\n"
+    assert first.poll() is None
+    first.kill()
+    first.communicate()
+    finish(start(*command(tmp_path, "--max-steps", "1")))
+
+
+def test_all_ranks_hear_that_a_folder_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(World, "share", lambda self, message: told.append(message) or told[0])
+    with durable.sole_user(tmp_path):
+        for rank in (0, 1):
+            with (
+                pytest.raises(ValueError, match="another process is writing to it"),
+                sole_run(tmp_path, World(rank, 2, torch.device("cpu"), None)),
+            ):
+                pass
+    assert told[1] is None

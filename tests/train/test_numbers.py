@@ -2,20 +2,22 @@
 
 import json
 import math
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from headmax import HeadmaxForCausalLM, HeadmaxModel, recipes
 from headmax.data.mqar import MQAR
-from headmax.train import OptimConfig
+from headmax.train import LogConfig, OptimConfig
 from headmax.train.evaluate import Health, balance, evaluate
 from headmax.train.metrics import Log, read_lines, scalars, stability, summarize
 from headmax.train.parallel import Replica, World
-from headmax.train.trainer import fit
+from headmax.train.trainer import Trainer, fit
 from tests.train.small import Walks, losses, model_config, train, train_config
 
 ALONE = World(0, 1, torch.device("cpu"), None)
@@ -35,9 +37,25 @@ def test_micro_batches_add_up_to_the_whole_batch(separate: bool, tmp_path: Path)
     loss = model(batch.input_ids, labels=batch.labels, cu_seqlens=batch.packing).loss
     loss.backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
-    for size in (1, 2, 8):
+    for size in (1, 2, 3, 8):
         found = first_loss(tmp_path / str(size), Walks(separate=separate), compute_micro_batch=size)
         assert found == pytest.approx((loss.item(), norm.item()), rel=1e-5)
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_uneven_micro_batches_have_the_gradients_of_the_whole_batch(separate: bool, tmp_path: Path) -> None:
+    source, config = Walks(separate=separate), train_config(compute_micro_batch=3)
+    trainer = Trainer(model_config(), config, source, None, tmp_path, ALONE, {}, show=lambda line: None)
+    batches = trainer.feed.read(0)
+    assert sorted(batch.input_ids.numel() // source.length for batch in batches) == [2, 3, 3]
+    trainer.gradients(batches)
+    trainer.close()
+    whole = HeadmaxForCausalLM(model_config()).train()
+    whole.load_state_dict(trainer.model.state_dict())
+    batch = source.batch(range(8))
+    whole(batch.input_ids, labels=batch.labels, cu_seqlens=batch.packing).loss.backward()
+    for (name, p), q in zip(whole.named_parameters(), trainer.model.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks, and knows
@@ -48,7 +66,8 @@ def test_activation_checkpointing_and_compilation_change_nothing(tmp_path: Path,
     compile_blocks = HeadmaxModel.compile_blocks
     monkeypatch.setattr(HeadmaxModel, "compile_blocks", lambda self: compiled.append(compile_blocks(self, backend="eager")))
     assert first_loss(tmp_path / "compiled", Walks(), compute_compile=True) == pytest.approx(plain, rel=1e-5)
-    assert len(compiled) == 1
+    assert first_loss(tmp_path / "uneven", Walks(), compute_compile=True, compute_micro_batch=3) == pytest.approx(plain, rel=1e-5)
+    assert len(compiled) == 2
 
 
 def test_validation_is_the_mean_over_held_out_tokens(tmp_path: Path) -> None:
@@ -148,13 +167,23 @@ def test_json_stays_json_where_numbers_are_not_finite(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("option", "package"), [({"log_tensorboard": True}, "tensorboard"), ({"log_wandb": "project"}, "wandb")])
 def test_a_tracker_that_is_not_installed_is_named(option: dict, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
     for name in [name for name in sys.modules if name.split(".")[0] == package or name.startswith("torch.utils.tensorboard")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ValueError, match=f"pip install {package}"):
         train(tmp_path, max_steps=1, **option)
+
+
+def test_folders_of_the_same_name_are_different_runs_to_a_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = mock.Mock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.chdir(tmp_path)
+    for folder in (Path("a/gla"), Path("b/gla"), tmp_path / "a/gla"):
+        folder.mkdir(parents=True, exist_ok=True)
+        Log(folder, LogConfig(wandb="project"), after=0).close()
+    first, other, again = (call.kwargs for call in wandb.init.call_args_list)
+    assert first["name"] == other["name"] == "gla"
+    assert first["id"] == again["id"] != other["id"]
 
 
 def test_a_vocabulary_that_is_too_small_is_named(tmp_path: Path) -> None:

@@ -56,3 +56,9 @@ def test_without_enough_held_out_text_there_is_no_validation(data: Path, caplog:
     source, validation = replace(chosen, train=train).sources(data)
     assert (source.length, validation) == (2048, None)
     assert "no validation" in caplog.text
+
+
+def test_runs_of_all_seeds_are_validated_on_the_same_text(data: Path) -> None:
+    (train, valid), (other_train, other_valid) = (recipe(data, seed=seed).sources(data) for seed in (0, 3))
+    assert not torch.equal(train.batch(range(8)).input_ids, other_train.batch(range(8)).input_ids)
+    assert torch.equal(valid.batch(range(8)).input_ids, other_valid.batch(range(8)).input_ids)

@@ -37,7 +37,7 @@ SETTINGS: dict[Any, Any] = {
 
 def require_matplotlib() -> None:
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("pictures need matplotlib: pip install 'headmax[plot]'")
+        raise ValueError("pictures need matplotlib: pip install '.[plot]' in a checkout of headmax")
 
 
 def pyplot() -> Any:

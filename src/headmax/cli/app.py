@@ -69,7 +69,7 @@ def main() -> None:
         import rich  # noqa: F401
         import tyro  # noqa: F401
     except ImportError as missing:
-        sys.exit(f"headmax: the command line needs {missing.name}: pip install 'headmax[train,plot]'")
+        sys.exit(f"headmax: the command line needs {missing.name}: pip install '.[train,plot]' in a checkout of headmax")
     logging.basicConfig(format="%(message)s")
     logging.getLogger("headmax").setLevel(logging.INFO)
     try:

@@ -9,14 +9,17 @@ from typing import Annotated, Any
 
 
 def train_command(arguments: list[str]) -> Callable[..., None]:
-    """`headmax train`, its defaults those of the recipe that the arguments name."""
+    """`headmax train`, its defaults those of the recipe that the arguments name first, and there alone."""
     import tyro
 
     from headmax import HeadmaxConfig
     from headmax import recipes as book
     from headmax.train import TrainConfig
 
-    named = book.get(next((word for word in arguments if word in book.names()), "softmax-gla-340m"))
+    first = arguments[1] if arguments[:1] == ["train"] and len(arguments) > 1 else "--help"
+    if first.startswith("-") and first not in ("-h", "--help"):
+        raise ValueError(f"the recipe comes first, as in `headmax train softmax-gla-340m {first} ...`, got {first} in its place")
+    named = book.get("softmax-gla-340m" if first.startswith("-") else first)
     # All fields of the model; a plain backbone gets its gates by taking the softmax recipe.
     fields = {name: getattr(named.model, name) for name in HeadmaxConfig.__annotations__}
     hints = HeadmaxConfig.__annotations__ | {"head_gate": type(fields["head_gate"])}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import re
@@ -119,22 +118,6 @@ def refuse_other(out: Path, there: Index, wanted: Index) -> None:
     if other:
         changed = ", ".join(name.removesuffix("_sha256").replace("_", " ") for name in other)
         raise ValueError(f"{out}: made with another {changed}; give the same again, or choose another folder")
-
-
-@contextlib.contextmanager
-def sole_user(out: Path) -> Iterator[None]:
-    """Makes the folder and keeps other processes from writing to it; a lock of the system's, which a killed process leaves free."""
-    with _writing(out):
-        out.mkdir(parents=True, exist_ok=True)
-        handle = os.open(out, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise ValueError(f"{out}: another process is writing to it") from error
-    try:
-        yield
-    finally:
-        os.close(handle)
 
 
 @contextlib.contextmanager

@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from headmax import durable
 from headmax.data import encoder
 from headmax.data.documents import HELD, Input, Options, find
 from headmax.data.encoder import SPLITS
-from headmax.data.folder import FolderWriter, refuse_other, sole_user
+from headmax.data.folder import FolderWriter, refuse_other
 from headmax.data.shards import FORMAT, INDEX, PROGRESS, Index
 from headmax.data.tokenizer import FILES, load
 
@@ -168,7 +169,7 @@ def prepare(config: PrepareConfig, out: Path, *, workers: int | None = None, rep
         raise ValueError(f"workers must be at least 1, got {workers}")
     inputs = [(source, split) for split, names in ((VALID, config.valid), (TRAIN, config.inputs)) for source in find(names, config.options)]
     index, files = _begin(config, inputs)
-    with sole_user(out):
+    with durable.sole_user(out):
         if (out / INDEX).exists():
             complete = Index.read(out)
             refuse_other(out, complete, index)

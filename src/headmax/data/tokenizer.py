@@ -72,7 +72,7 @@ def load(name: str) -> Loaded:
 def mistral() -> Loaded:
     """The 32,000 pieces of Mistral 7B (0.1), with byte fallback; the same ids as sentencepiece gives, and `<s>` before a text."""
     if importlib.util.find_spec("mistral_common") is None or importlib.util.find_spec("sentencepiece") is None:
-        raise ValueError("tokenizer 'mistral' needs mistral-common with sentencepiece: pip install 'headmax[train]'")
+        raise ValueError("tokenizer 'mistral' needs mistral-common with sentencepiece: pip install '.[train]' in a checkout of headmax")
     import mistral_common
     from sentencepiece import SentencePieceProcessor
 

@@ -97,7 +97,7 @@ class Evaluation:
         except (ValueError, OSError) as error:
             self.failures.append(f"task {task}: {error}")
         except ImportError as missing:
-            self.failures.append(f"task {task}: needs {missing.name}: pip install 'headmax[eval]'")
+            self.failures.append(f"task {task}: needs {missing.name}: pip install '.[eval]' in a checkout of headmax")
         except Exception as error:  # from inside the harness, where one task's trouble must not cost the others
             self.failures.append(f"task {task}: {type(error).__name__}: {' '.join(str(error).split())}")
 

@@ -45,7 +45,7 @@ class ComputeConfig:
     precision: Precision = "bfloat16"
     """What the matrix products compute in."""
     micro_batch: int = 8
-    """Most sequences a device takes at once; its share of the batch is split evenly so that none is larger."""
+    """Most sequences a device takes at once; its share of the batch is split as evenly as can be so that none is larger."""
     compile: bool | None = None
     """torch.compile of the blocks; None: on a GPU."""
     activation_checkpointing: bool = False
@@ -71,7 +71,7 @@ class EvalConfig:
     every: int = 500
     """Steps between measurements; 0 for none. The last step is always measured then."""
     sequences: int = 128
-    """Held-out sequences: always the first so many."""
+    """Held-out sequences: always the first so many, whatever the seed; of several processes each takes as many, which rounds them down."""
     accuracy: bool = False
     """Also the share of labels predicted exactly. It holds their logits at once, so it is meant for recall tasks."""
 

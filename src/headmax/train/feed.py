@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
 
 import torch
 
@@ -19,12 +20,11 @@ AHEAD = 2
 
 
 def micro_batches(first: int, size: int, world: World, limit: int) -> list[range]:
-    """This rank's share of the samples first, ..., first + size - 1, in the fewest equal micro-batches of at most `limit`."""
+    """This rank's share of the samples first, ..., first + size - 1, in the fewest and most even micro-batches of at most `limit`."""
     share = size // world.size
-    start = first + world.rank * share
-    pieces = next(n for n in range(1, share + 1) if share % n == 0 and share // n <= limit)
-    each = share // pieces
-    return [range(start + n * each, start + (n + 1) * each) for n in range(pieces)]
+    start, pieces = first + world.rank * share, -(-share // limit)
+    bounds = [start + share * n // pieces for n in range(pieces + 1)]
+    return [range(*ends) for ends in pairwise(bounds)]
 
 
 def predicted(batch: Batch) -> int:

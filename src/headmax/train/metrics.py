@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import statistics
@@ -74,8 +75,9 @@ class Wandb:
             import wandb
         except ImportError as error:
             raise ValueError("--log.wandb needs wandb: pip install wandb") from error
-        name = folder.resolve().name
-        self.run = wandb.init(project=project, name=name, id=name, dir=folder, resume="allow")
+        whole = folder.resolve()  # one run per folder: others may have the same name elsewhere
+        number = hashlib.sha256(str(whole).encode()).hexdigest()[:16]
+        self.run = wandb.init(project=project, name=whole.name, id=number, dir=folder, resume="allow")
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         self.run.log(dict(numbers), step=step)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import shutil
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ def fit(
         raise ValueError(f"model.vocab_size is {model.vocab_size}, but the data has {source.vocab_size} tokens: give at least as many")
     if config.gate_balance > 0 and model.head_gate is None:
         raise ValueError(f"gate_balance is {config.gate_balance}, but the model has no head gates")
-    with join(config.device) as world:
+    with join(config.device) as world, sole_run(out, world):
         try:
             trainer = Trainer(model, config, source, validation, out, world, start or {}, show or (lambda line: None))
             if tokenizer is not None and world.main:
@@ -64,6 +65,21 @@ def fit(
                 trainer.close()
         except OSError as error:
             raise TrainingError(f"cannot go on with {out}: {error}") from error
+
+
+@contextlib.contextmanager
+def sole_run(out: Path, world: World) -> Iterator[None]:
+    """Keeps a second run out of the folder: the first rank holds it, and all ranks hear where it is held already."""
+    refused = None
+    with contextlib.ExitStack() as held:
+        if world.main:
+            try:
+                held.enter_context(durable.sole_user(out))
+            except ValueError as error:
+                refused = str(error)
+        if refused := world.share(refused):
+            raise ValueError(refused)
+        yield
 
 
 Moment = torch.cuda.Event | float
@@ -173,7 +189,7 @@ class Trainer:
         """Adds up the gradients of this step's global batch; its mean loss over all predicted tokens of all ranks."""
         device, ranks = self.world.device, self.world.size
         items = self.world.sum(torch.full((), sum(map(predicted, batches)), device=device, dtype=torch.float32)).clamp(min=1)
-        total = torch.zeros((), device=device)
+        total, tokens = torch.zeros((), device=device), sum(batch.input_ids.numel() for batch in batches)
         for n, batch in enumerate(batches):
             batch = to(batch, device)
             with self.replica.micro_step(last=n == len(batches) - 1):
@@ -187,7 +203,8 @@ class Trainer:
                     )
                 objective = output.loss
                 if self.config.gate_balance > 0:
-                    objective = objective + self.config.gate_balance / len(batches) * balance(output.gates)
+                    share = batch.input_ids.numel() / tokens
+                    objective = objective + self.config.gate_balance * share * balance(output.gates)
                 objective.backward()
             total += output.loss.detach()
         return total / ranks
