@@ -82,6 +82,11 @@ class Run:
         return "whole" if self in PARTS["language"](self.seed) else "wikitext"
 
     @property
+    def learns_gates(self) -> bool:
+        gate = VARIANTS[self.variant]
+        return gate is not None and gate.kind != "uniform"
+
+    @property
     def twin(self) -> Run:
         """The plain model of the same seed, whose initial parameters this one takes over."""
         return replace(self, variant="plain")
