@@ -54,6 +54,4 @@ def information(counts: Sequence[Sequence[float]]) -> float:
     """How much the kind of a token says about which head wins it, in bits: 0 if nothing. From tokens won [heads][kinds]."""
     total = sum(map(sum, counts))
     heads, kinds = [sum(row) for row in counts], [sum(column) for column in zip(*counts, strict=True)]
-    return sum(
-        n / total * math.log2(n * total / (heads[h] * kinds[k])) for h, row in enumerate(counts) for k, n in enumerate(row) if n > 0
-    )
+    return sum(n / total * math.log2(n * total / (heads[h] * kinds[k])) for h, row in enumerate(counts) for k, n in enumerate(row) if n > 0)
