@@ -15,6 +15,7 @@ from headmax import HeadmaxForCausalLM, records
 from headmax.data.shards import Index
 from headmax.eval import requests
 from headmax.eval.requests import Request
+from headmax.recipes.language import BACKBONES
 from headmax.records import Recorder
 from headmax.reproduce import run as module
 from headmax.reproduce import runs
@@ -230,6 +231,8 @@ def test_shares_take_every_run_once_and_a_model_with_all_its_seeds() -> None:
     assert max(map(len, shares)) - min(map(len, shares)) <= 3
     models = [{run.name for run in share} for share in shares]
     assert not (models[0] & models[1] | models[1] & models[2] | models[0] & models[2])
+    rates = [module.shared(runs.runs(["rates"]), n, 4) for n in range(4)]
+    assert [{run.backbone for run in share} for share in rates] == [{b} for b in BACKBONES], "one process tries all rates of a backbone"
     for share in shares:
         assert [run.seed for run in share] == sorted(run.seed for run in share), "all of one seed before the next"
 

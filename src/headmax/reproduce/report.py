@@ -14,6 +14,7 @@ from headmax.eval.tables import PAPER
 from headmax.recipes.language import BACKBONES, HEADS_STUDY, SCALES
 from headmax.reproduce.efficiency import efficiency
 from headmax.reproduce.gates import gates
+from headmax.reproduce.needles import LENGTHS
 from headmax.reproduce.recommend import recommendation
 from headmax.reproduce.results import (
     HELD,
@@ -128,7 +129,7 @@ def paper_tables(results: Results) -> Lines:
         yield f"Zero-shot tasks: {MISSING} here.\n"
     for grid in tables.grids(found, SIZES[1]):
         yield grid.markdown()
-    yield "After a short training on needles, on answers alone:"
+    yield f"After a short training on needles, on answers alone, in prompts of up to {max(LENGTHS):,} tokens:"
     yield ""
     yield tables.grids(found, f"{SIZES[1]}-needles")[2].markdown()
     yield "The log-probability of the needles' values, in nats, which tells models apart where none finds them; mean over the nine tasks:"

@@ -174,9 +174,9 @@ def thinned(lines: Sequence[Line]) -> list[tuple[int, float]]:
 
 
 def shared(wanted: Sequence[Run], mine: int, number: int) -> list[Run]:
-    """What one of `number` processes takes: all seeds of a model go to the same one, which then compiles it once."""
-    models = list(dict.fromkeys(replace(run, seed=0) for run in wanted))
-    return [run for run in wanted if models.index(replace(run, seed=0)) % number == mine]
+    """What one of `number` processes takes: all seeds and learning rates of a model go to the same one, which then compiles it once."""
+    models = list(dict.fromkeys(replace(run, seed=0, lr=None) for run in wanted))
+    return [run for run in wanted if models.index(replace(run, seed=0, lr=None)) % number == mine]
 
 
 def execute(
