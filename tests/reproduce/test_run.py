@@ -123,6 +123,7 @@ def test_a_part_in_goes(prepared: Path, tmp_path: Path, monkeypatch: pytest.Monk
     assert set(won.extra["gates"]) == {"0/read", "0/write"}
     assert sum(map(sum, won.extra["gates"]["0/read"]["kinds"])) == pytest.approx(READ * runs.LENGTH, rel=0.01), "few ties"
     assert won.value >= 0.0
+    assert set(won.extra["untrained"]) == {"0/read", "0/write"}
 
     asked = requests.read(prepared / "requests.jsonl")
     scores = {(s.run.name, s.run.seed, s.tuned): s.by_id for s in read_scores(out / "scores.jsonl.gz", asked)}

@@ -10,11 +10,11 @@ from headmax.analysis.figures import TITLES
 from headmax.analysis.wins import KINDS, information
 from headmax.reproduce.results import MISSING, Results, show, table
 from headmax.reproduce.runs import LINEAR, SEEDS, SIZES, Run
+from headmax.reproduce.score import WINS
 from headmax.train.evaluate import DEAD
 
 LAYERS = range(int(SIZES[1].split("x")[0]))
 GATES = ("read", "write")
-WINS = "kind of token tells winner"
 
 
 def gates(results: Results) -> Iterator[str]:
@@ -44,14 +44,20 @@ def winners(results: Results) -> Iterator[str]:
     rows = []
     for b in LINEAR:
         for v in ("softmax", "sigmoid"):
-            found: dict[int | None, Any] = {s: r.extra["gates"] for s in SEEDS if (r := results.record(WINS, Run(b, v, seed=s)))}
-            told = ({seed: mean(information(x[f"{n}/{gate}"]["kinds"]) for n in LAYERS) for seed, x in found.items()} for gate in GATES)
-            rows.append([f"{TITLES[b]}, {v}", *(show(bits, 3) for bits in told)])
-    yield table(["bits that a token's kind tells of the winner, mean of layers", *(f"{gate} gate" for gate in GATES)], rows)
+            found: dict[int | None, Any] = {s: r.extra for s in SEEDS if (r := results.record(WINS, Run(b, v, seed=s)))}
+            cells = []
+            for gate in GATES:
+                after = {s: mean(information(x["gates"][f"{n}/{gate}"]["kinds"]) for n in LAYERS) for s, x in found.items()}
+                before = {s: mean(x["untrained"][f"{n}/{gate}"] for n in LAYERS) for s, x in found.items()}
+                cells += [show(after, 3), show(before, 3)]
+            rows.append([f"{TITLES[b]}, {v}", *cells])
+    columns = [f"{gate} gate{when}" for gate in GATES for when in ("", ", before training")]
+    yield table(["bits that a token's kind tells of the winner, mean of layers", *columns], rows)
     yield ""
     yield f"Kinds: {', '.join(KINDS)}. 0 bits: every head wins the same part of every kind; 2 bits: the"
-    yield "kind decides which of 4 heads wins. Below, of each gate the head and kind that depart most from that, and the tokens which the"
-    yield "head wins most often beyond its part (▁: a space). Heads have no names that hold across seeds, so this is one seed:"
+    yield "kind decides which of 4 heads wins. Gates before training have winners too, by a hair, hence the comparison. Below, of each gate"
+    yield "the head and kind that depart most from an even part, and the tokens which the head wins most often beyond its part (▁: a space)."
+    yield "Heads have no names that hold across seeds, so this is one seed:"
     for b in LINEAR:
         record = next(filter(None, (results.record(WINS, Run(b, "softmax", seed=seed)) for seed in SEEDS)), None)
         yield ""

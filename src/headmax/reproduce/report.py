@@ -164,7 +164,7 @@ def placement(results: Results) -> Lines:
     if all(found.values()):
         name, eps = min(found, key=lambda key: mean(found[key].values()))
         yield ""
-        yield f"The lowest mean loss of these: {name}, eps {eps:g}."
+        yield f"The lowest mean loss of these: {name}, eps {eps:g}. What can be told apart from the default is said above."
 
 
 def gain(results: Results, run: Run, plain: Run) -> dict[int | None, float]:
@@ -296,6 +296,8 @@ def verdicts(results: Results) -> Lines:
             add(f"{TITLES[b]}: it is the competition (softmax below {control})", losses(Run(b, "softmax"), Run(b, control)), -1, ppl)
     few, many = (gain(results, Run("gla", "softmax", heads=n), Run("gla", heads=n)) for n in (HEADS[0], HEADS[-1]))
     add(f"The gain of Softmax GLA grows from {HEADS[0]} to {HEADS[-1]} heads", less(many, few), 1, "in perplexity", 2)
+    at_most = [Run("gla", v, heads=HEADS[-1]) for v in ("softmax", "uniform")]
+    add(f"GLA at {HEADS[-1]} heads: it is the competition (softmax below uniform)", losses(*at_most), -1, ppl)
     for size in SIZES:
         add(f"Softmax GLA is better at {size}", losses(Run("gla", "softmax", size), Run("gla", size=size)), -1, ppl)
     for b in LINEAR:

@@ -42,6 +42,7 @@ SCORES = "scores.jsonl.gz"
 NEEDLE_LR = 1e-3
 BATCH_TOKENS = 65_536
 """Of the prepared requests in one forward pass."""
+WINS = "kind of token tells winner"
 READ = 16
 """Held-out sequences on which heads are seen to win."""
 
@@ -95,17 +96,21 @@ class Examiner:
         return ids, Tokens(ids.flatten(), self.tokenizer)
 
     def _wins(self, run: Run, model: HeadmaxForCausalLM) -> Record:
-        """Which heads win what on held-out text, by gate."""
+        """Which heads win what on held-out text, by gate; and how much of that a model tells that was not trained."""
+        torch.manual_seed(run.seed)
+        found, before = (self._won(one, run.name) for one in (model, self._copy(HeadmaxForCausalLM(model.config))))
+        told, untrained = ({name: information(gate["kinds"]) for name, gate in gates.items()} for gates in (found, before))
+        return self._record(run, WINS, statistics.mean(told.values()), "bits", gates=found, untrained=untrained)
+
+    def _won(self, model: HeadmaxForCausalLM, name: str) -> dict[str, dict[str, list[list[Any]]]]:
         ids, tokens = self.text
         shares: dict[str, list[Tensor]] = defaultdict(list)
         for row in ids:
-            for layer in trace(model, row, [""] * len(row), run.name).layers:
-                for name, gate in (("read", layer.read), ("write", layer.write)):
+            for layer in trace(model, row, [""] * len(row), name).layers:
+                for kind, gate in (("read", layer.read), ("write", layer.write)):
                     if gate is not None:
-                        shares[f"{layer.index}/{name}"].append(gate.shares)
-        found = {name: tokens.wins(Gate(torch.cat(each))) for name, each in shares.items()}
-        told = statistics.mean(information(one["kinds"]) for one in found.values())
-        return self._record(run, "kind of token tells winner", told, "bits", gates=found)
+                        shares[f"{layer.index}/{kind}"].append(gate.shares)
+        return {gate: tokens.wins(Gate(torch.cat(each))) for gate, each in shares.items()}
 
     def _tune(self, run: Run, model: HeadmaxForCausalLM) -> tuple[HeadmaxForCausalLM, float]:
         """The model after a short training on needles, and its last loss on answers."""
