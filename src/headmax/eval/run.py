@@ -226,7 +226,7 @@ def compile_templates_once() -> None:
     """The harness compiles a task's template anew for every document, which is most of the time that its requests and metrics take."""
     from lm_eval.utils import env
 
-    env.from_string = functools.lru_cache(env.from_string)  # type: ignore[method-assign]
+    env.from_string = functools.lru_cache(env.from_string)
 
 
 @contextlib.contextmanager

@@ -56,7 +56,7 @@ def winners(results: Results) -> Iterator[str]:
     yield ""
     yield f"Kinds: {', '.join(KINDS)}. 0 bits: every head wins the same part of every kind; 2 bits: the"
     yield "kind decides which of 4 heads wins. Gates before training have winners too, by a hair, hence the comparison. Below, of each gate"
-    yield "the head and kind that depart most from an even part, and the tokens which the head wins most often beyond its part (▁: a space)."
+    yield "the head and kind that depart most from an even part and the tokens that the head wins most often beyond its part (▁: a space)."
     yield "Heads have no names that hold across seeds, so this is one seed:"
     for b in LINEAR:
         record = next(filter(None, (results.record(WINS, Run(b, "softmax", seed=seed)) for seed in SEEDS)), None)
