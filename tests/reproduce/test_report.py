@@ -8,8 +8,9 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
-from headmax import records
+from headmax import HeadmaxForCausalLM, records
 from headmax.records import Recorder
 from headmax.reproduce import report
 from headmax.reproduce.results import MISSING, Results, judge, show
@@ -41,6 +42,12 @@ def made(run: Run) -> list[records.Record]:
     found += [record("accuracy", accuracy), record("mean accuracy over training", accuracy / 2)] if run.pairs else []
     found += [record("training loss", 4.0, curve=[[100, 5.0], [200, 4.0]]), record("loss spikes", run.seed), record("gradient peaks", 0)]
     found += [record("skipped steps", 0), record("largest gradient norm", 1.5), record("gate entropy", 0.9, gates=gates)]
+    won = {"kinds": [[90, 0, 0, 10, 0], [0, 0, 0, 90, 0], [10, 0, 0, 0, 0], [0] * 5], "tokens": [["▁the"], ["|", "`"], [], []]}
+    found += (
+        [record("kind of token tells winner", 0.5, gates=dict.fromkeys(gates, won), untrained=dict.fromkeys(gates, 0.1))]
+        if run.learns_gates
+        else []
+    )
     return found
 
 
@@ -98,14 +105,14 @@ def test_tables(page: str) -> None:
     heads = {n: row(page[page.index("## Heads") :], str(n)) for n in (4, 8, 16)}
     assert [cells[-1] for cells in heads.values()] == ["2.37", "not given", "6.71"]
     assert row(page, "10x768") == ["10x768", *[MISSING] * 4]
-    assert row(page, "Transformer++")[-1] == "0.001", "the smallest rate has the smallest loss"
+    assert row(page, "Transformer++")[-1] == "0.001, the edge of those tried", "the smallest rate has the smallest loss"
     assert "- scaling: 12 of 18 runs are recorded." in page
     assert row(page, "GLA, softmax")[1:] == ["−80.00 (n=1)", "−70.00 (n=1)"]
     assert "The lowest mean loss of these: " in page
     assert "![Validation perplexity over the number of heads](images/reproduction/small_heads.png)" in page
     assert f"Figure, Decoding one text: {MISSING}. What makes its records: headmax bench decode." in page
     assert row(page[page.index("## Stability") :], "GLA, softmax")[1] == "3 in 3 runs"
-    assert row(page, "GLA, softmax, read")[1:] == [*["0.90 (0.40)"] * 6, "0"]
+    assert row(page, "GLA, softmax, read")[1:] == [*["0.90 (0.40)"] * 6, "0 in 3 runs"]
     models = page[page.index("### Language modelling") :]
     assert row(models[models.index("| Softmax GLA | paper") :], "")[2] == "−2.61"
 
@@ -113,7 +120,7 @@ def test_tables(page: str) -> None:
 def test_without_records_nothing_is_claimed(tmp_path: Path) -> None:
     text = report.render(Results(tmp_path))
     verdicts = text[text.index("| claim |") : text.index("Held, or the opposite")].splitlines()[2:]
-    assert all(line.split("|")[2:4] == [f" {MISSING} "] * 2 for line in verdicts if line)
+    assert all(line.split("|")[2:4] == [f" {MISSING} "] * 2 for line in verdicts if line.startswith("|"))
     assert "**held**" not in text
     assert "0 of 46 runs are recorded" in text
 
@@ -151,25 +158,61 @@ def test_only_runs_of_the_same_seed_are_compared(tmp_path: Path) -> None:
     assert found == {0: loss(Run("gla", "softmax")) - loss(Run("gla"))}
 
 
+def entropy(*parts: float) -> float:
+    return -sum(p * math.log2(p) for p in parts)
+
+
+def test_which_heads_win_what(page: str) -> None:
+    section = page[page.index("### Which heads win what") :]
+    bits = entropy(0.5, 0.45, 0.05) + entropy(0.5, 0.5) - entropy(0.45, 0.05, 0.45, 0.05)
+    assert row(section, "GLA, softmax")[1:] == [f"{bits:.3f} ± 0.000", "0.100 ± 0.000"] * 2
+    layers = section[section.index("| Softmax RetNet, seed 0, layer") :]
+    telling = "head 1 wins 90% of punctuation, 45% of all: `\\|` `` ` ``"
+    assert f"| 5 | {telling} | {telling} |" in layers
+
+
+def test_accuracy_at_chance_is_marked(tmp_path: Path) -> None:
+    for seed, variant, value in ((0, "plain", 1 / 128), (0, "softmax", 0.02)):
+        run = Run("gla", variant, "2x128", 4, seed, 2000, pairs=16)
+        records.append(tmp_path / "reproduction.jsonl", [MAKE(run.name, "headmax", "accuracy", value, "", seed, run=asdict(run))])
+    text = report.render(Results(tmp_path))
+    line = next(line for line in text.splitlines() if line.startswith("| 16 | 4 |"))
+    assert line == f"| 16 | 4 | 0.008 (n=1) † | 0.020 (n=1) | {MISSING} | {MISSING} |"
+
+
 def test_commands_for_the_papers_scale_are_understood(data: Path, tmp_path: Path) -> None:
     """Every recipe of every command, up to where training would begin on 8 GPUs."""
     import tyro
 
+    from headmax.cli.app import app
     from headmax.cli.train import train_command
 
-    seen = []
+    counts = {}
     for line in report.commands():
         if line.startswith("for r in "):
             names, _, body = line.removeprefix("for r in ").partition("; do ")
             train, convert, evaluate = (shlex.split(part) for part in body.removesuffix("; done").split(" && "))
             assert train[:6] == ["torchrun", "--nproc-per-node", "8", "-m", "headmax", "train"]
-            assert (convert[:2], evaluate[:2]) == (["headmax", "convert"], ["headmax", "eval"])
+            with mock.patch("headmax.train.export.to_hf") as to_hf, mock.patch("headmax.eval.terminal.run", return_value=[]) as run:
+                for words in (convert, evaluate):
+                    app(words[1:]).cli(args=words[1:])
+            assert to_hf.call_args.args == (Path("runs/$r"), Path("runs/$r/hf"))
+            place, tasks = run.call_args.args[:2]
+            assert (place.checkpoint, place.work, place.name) == (Path("runs/$r/hf"), Path("runs/$r/eval"), "$r"), "a folder for each"
+            assert tasks == "commonsense,retrieval,niah,mqar"
             for name in names.split():
                 words = [word.replace("$r", name).replace("data/slimpajama", str(data)) for word in train[6:]]
                 with mock.patch("headmax.train.trainer.fit") as fit:
                     tyro.cli(train_command(words), args=words)
                 model, config, source, out = fit.call_args.args
                 assert (out, source.length, config.batch_size % 8) == (Path("runs") / name, 4096, 0)
-                seen.append((name, model.num_heads, config.token_budget))
-    assert len({name for name, _, _ in seen}) == 7 + 6 + 6
-    assert all(tokens == 15_000_000_000 for _, _, tokens in seen)
+                with torch.device("meta"):
+                    counts[name] = sum(p.numel() for p in HeadmaxForCausalLM(model).parameters())
+                assert config.token_budget == 15_000_000_000
+                assert model.num_heads == int(name.partition("-h")[2] or 4)
+    assert len(counts) == 7 + 6 + 6
+    paper = {"transformer": 341_099_520, "retnet": 347_403_264, "gla": 341_707_776, "gdn": 341_499_072}
+    assert {name: counts[f"{name}-340m"] for name in paper} == paper
+    assert {name: counts[f"softmax-{name}-340m"] - paper[name] for name in ("retnet", "gla", "gdn")} == {
+        "retnet": 49_152, "gla": 24_576, "gdn": 24_576}  # fmt: skip
+    assert max(n for name, n in counts.items() if "110m" in name) < 1.01 * counts["gla-110m"]

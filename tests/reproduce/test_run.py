@@ -1,5 +1,8 @@
 """A list of runs, done in goes: stopped by time, gone on with, and never twice."""
 
+import subprocess
+import sys
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +15,14 @@ from headmax import HeadmaxForCausalLM, records
 from headmax.data.shards import Index
 from headmax.eval import requests
 from headmax.eval.requests import Request
+from headmax.recipes.language import BACKBONES
 from headmax.records import Recorder
 from headmax.reproduce import run as module
 from headmax.reproduce import runs
 from headmax.reproduce.needles import NeedleRows
 from headmax.reproduce.run import Clock, OutOfTime, chosen, execute
 from headmax.reproduce.runs import KINDS, LINEAR, PARTS, SEEDS, Run
-from headmax.reproduce.score import read_scores
+from headmax.reproduce.score import READ, Scorer, read_scores
 from headmax.train.faults import TrainingError
 from tests.test_cli import headmax
 
@@ -111,10 +115,15 @@ def test_a_part_in_goes(prepared: Path, tmp_path: Path, monkeypatch: pytest.Monk
     for (case, _), metrics in by_run.items():
         expected = {"validation loss", "training loss", "loss spikes", "gradient peaks", "largest gradient norm", "skipped steps"}
         expected |= {"tokens per second", "peak memory", "seconds", "requests answered", "needle training loss", "needles answered"}
-        assert set(metrics) == expected | ({"gate entropy", "dead heads"} if "softmax" in case else set())
+        assert set(metrics) == expected | ({"gate entropy", "dead heads", "kind of token tells winner"} if "softmax" in case else set())
         assert metrics["validation loss"].extra["lr"] == 1e-2
         assert metrics["training loss"].extra["curve"][-1][0] == 12 * 128 == metrics["validation loss"].extra["tokens"]
     assert set(by_run["softmax-gla-1x32", 0]["gate entropy"].extra["gates"]) == {"0/read", "0/write"}
+    won = by_run["softmax-gla-1x32", 0]["kind of token tells winner"]
+    assert set(won.extra["gates"]) == {"0/read", "0/write"}
+    assert sum(map(sum, won.extra["gates"]["0/read"]["kinds"])) == pytest.approx(READ * runs.LENGTH, rel=0.01), "few ties"
+    assert won.value >= 0.0
+    assert set(won.extra["untrained"]) == {"0/read", "0/write"}
 
     asked = requests.read(prepared / "requests.jsonl")
     scores = {(s.run.name, s.run.seed, s.tuned): s.by_id for s in read_scores(out / "scores.jsonl.gz", asked)}
@@ -122,6 +131,9 @@ def test_a_part_in_goes(prepared: Path, tmp_path: Path, monkeypatch: pytest.Monk
     assert all(len(by_id) == (2 if tuned else 3) for (_, _, tuned), by_id in scores.items())
     before, after = (scores["gla-1x32", 0, tuned] for tuned in (False, True))
     assert any(before[id].logprob != after[id].logprob for id in after), "needles teach something"
+    torn = tmp_path / "torn.gz"
+    torn.write_bytes((out / "scores.jsonl.gz").read_bytes()[:-20])
+    assert len(list(read_scores(torn, asked))) == 7, "what a killed process left unfinished is no answer"
     with pytest.raises(ValueError, match="answers to other requests of wikitext"):
         list(read_scores(out / "scores.jsonl.gz", asked | {"wikitext": asked["niah_single_1_1k"]}))
 
@@ -149,6 +161,81 @@ def test_a_run_that_fails_is_a_result(prepared: Path, tmp_path: Path, monkeypatc
     found = list(records.read(tmp_path / "records.jsonl"))
     assert [(r.metric, r.extra.get("error")) for r in found] == [("failed", "stopped at step 3"), ("seconds", None)] * 2
     assert chosen(Run("gla", size="1x32"), found) == 1e-3
+
+
+@pytest.mark.usefixtures("small")
+def test_what_breaks_off_is_left_for_another_time(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(runs.PARTS, "language", lambda seed: [Run("gla", "softmax", "1x32", seed=seed, steps=2, lr=1e-3)])
+    monkeypatch.setattr(Run, "examined", "whole")
+    train = module.train
+
+    def first_breaks(run: Run, *others: Any) -> HeadmaxForCausalLM:
+        if run.seed == 0:
+            raise RuntimeError("CUDA error: unspecified launch failure")
+        return train(run, *others)
+
+    def no_needles(self: Scorer, asked: Any) -> Any:
+        if next(iter(asked)).context[1:]:
+            raise RuntimeError("CUDA out of memory")
+        return answers(self, asked)
+
+    answers = Scorer.__call__
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "train", first_breaks)
+        patch.setattr(Scorer, "__call__", no_needles)
+        left, said = go("language", prepared, tmp_path)
+    assert left == 1
+    assert "softmax-gla-1x32-lr0.001 seed 0 broke off" in said[1]
+    assert "unspecified launch failure" in said[1]
+    assert "task niah_single_1_1k: CUDA out of memory" in said[2]
+    asked = requests.read(prepared / "requests.jsonl")
+    assert [(s.run.seed, s.tuned, len(s.by_id)) for s in read_scores(tmp_path / "scores.jsonl.gz", asked)] == [(1, False, 1), (1, True, 0)]
+    assert go("language", prepared, tmp_path)[0] == 0
+    assert {r.seed for r in records.read(tmp_path / "records.jsonl") if r.metric == "seconds"} == {0, 1}
+
+
+KILLED = """
+import sys
+from pathlib import Path
+import torch
+from headmax.reproduce import run, runs
+from headmax.reproduce.runs import Run
+torch.set_num_threads(1)
+runs.PARTS["recall"] = lambda seed: [Run("gla", "softmax", "1x32", 2, seed, 60, lr=1e-2, pairs=4)]
+run.execute(["recall"], data=None, out=Path(sys.argv[1]), budget=1e9, share=(0, 1), device="cpu", say=print)
+"""
+
+
+@pytest.mark.usefixtures("small")
+def test_a_killed_process_keeps_what_it_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "records.jsonl"
+    process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.DEVNULL)
+    while not file.exists() or not file.read_text().endswith("\n"):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    before = list(records.read(file))
+    assert {r.seed for r in before if r.metric == "seconds"} == {0}
+    monkeypatch.setitem(runs.PARTS, "recall", lambda seed: [Run("gla", "softmax", "1x32", 2, seed, 60, lr=1e-2, pairs=4)])
+    left, said = go("recall", None, tmp_path)
+    assert (left, said[0]) == (0, "1 of 2 runs are recorded already")
+    after = list(records.read(file))
+    assert after[: len(before)] == before
+    assert {r.seed for r in after[len(before) :]} == {1}
+
+
+def test_shares_take_every_run_once_and_a_model_with_all_its_seeds() -> None:
+    wanted = runs.runs(["language", "heads"])
+    shares = [module.shared(wanted, n, 3) for n in range(3)]
+    assert sorted(map(repr, wanted)) == sorted(repr(run) for share in shares for run in share)
+    assert max(map(len, shares)) - min(map(len, shares)) <= 3
+    models = [{run.name for run in share} for share in shares]
+    assert not (models[0] & models[1] | models[1] & models[2] | models[0] & models[2])
+    rates = [module.shared(runs.runs(["rates"]), n, 4) for n in range(4)]
+    assert [{run.backbone for run in share} for share in rates] == [{b} for b in BACKBONES], "one process tries all rates of a backbone"
+    for share in shares:
+        assert [run.seed for run in share] == sorted(run.seed for run in share), "all of one seed before the next"
 
 
 def test_bad_arguments_give_one_clear_line(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def run(
         out: the folder for records.jsonl and scores.jsonl.gz; called again, it goes on there.
         data: the folder that `headmax reproduce prepare` completed; recall needs none.
         budget_seconds: no run begins that would not end within so many seconds.
-        share: take the runs i, i + n, i + 2n, ... as i/n; for several processes on one GPU.
+        share: take the models i, i + n, i + 2n, ... with all their seeds, as i/n; for several processes on one GPU.
         device: cpu or cuda; cuda where there is one.
     """
     from headmax.reproduce.run import execute

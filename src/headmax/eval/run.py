@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import logging
 import math
@@ -106,6 +107,7 @@ class Evaluation:
         from headmax.eval import tasks
 
         if name not in self._built:
+            compile_templates_once()
             with silence():
                 if name in names.NIAH:
                     number = min(NEEDLE_SAMPLES, self.settings.limit or NEEDLE_SAMPLES)
@@ -217,6 +219,14 @@ def model_name(config: HeadmaxConfig, fallback: str) -> str:
         if all(getattr(recipe, field) == getattr(config, field) for field in fields):
             return name
     return fallback
+
+
+@functools.cache
+def compile_templates_once() -> None:
+    """The harness compiles a task's template anew for every document, which is most of the time that its requests and metrics take."""
+    from lm_eval.utils import env
+
+    env.from_string = functools.lru_cache(env.from_string)
 
 
 @contextlib.contextmanager

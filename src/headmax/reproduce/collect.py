@@ -23,10 +23,12 @@ KEPT = {"answer_logprob"} | {column["metric"] for table in tables.PAPER["tables"
 
 def collect(outs: list[Path], data: Path, eval_data: Path, say: Callable[[str], object]) -> int:
     """Adds what is new in folders that `headmax reproduce run` wrote to the repository's records. How many records that were."""
-    known = running.finished(running.recorded([running.RESULTS]))
-    fresh = [r for r in running.recorded([out / "records.jsonl" for out in outs]) if Run(**r.extra["run"]) not in known]
-    records.append(running.RESULTS, fresh)
-    number, asked = len(fresh), requests.read(data / REQUESTS)
+    number, asked = 0, requests.read(data / REQUESTS)
+    for out in outs:
+        known = running.finished(running.recorded([running.RESULTS]))
+        fresh = [r for r in running.recorded([out / "records.jsonl"]) if Run(**r.extra["run"]) not in known]
+        records.append(running.RESULTS, fresh)
+        number += len(fresh)
     known = running.finished(running.recorded([running.RESULTS]))
     there = {(Run(**r.extra["run"]), r.extra["tuned"]) for r in records.read(tables.RECORDS) if "run" in r.extra}
     ways = evaluations(data, eval_data)

@@ -14,11 +14,13 @@ from headmax import records
 from headmax.eval.tables import spread
 from headmax.records import Record
 from headmax.reproduce.run import SUITE
-from headmax.reproduce.runs import SEEDS, Run
+from headmax.reproduce.runs import PAIRS, RECALL_HEADS, RECALL_STEPS, SEEDS, Run
 
 Seeds = Mapping[int | None, float]
 """A number by seed."""
+LOSS = "validation loss"
 MISSING = "not measured"
+HELD, OPPOSITE = "**held**", "**the opposite**"
 QUANTILES = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}
 """Of Student's t at 97.5%, by the number of seeds."""
 
@@ -56,15 +58,41 @@ class Results:
         found = {seed: self.record(metric, replace(run, seed=seed)) for seed in SEEDS}
         return {seed: record.value for seed, record in found.items() if record is not None}
 
+    def average(self, metrics: Sequence[str], run: Run) -> dict[int | None, float]:
+        """Of several metrics, for the seeds that have them all."""
+        each = [self.seeds(metric, run) for metric in metrics]
+        return {seed: mean(one[seed] for one in each) for seed in each[0] if all(seed in one for one in each)}
+
     def paired(self, metric: str, run: Run, other: Run) -> dict[int | None, float]:
         """`run` less `other`, seed by seed."""
-        mine, theirs = self.seeds(metric, run), self.seeds(metric, other)
-        return {seed: mine[seed] - theirs[seed] for seed in mine if seed in theirs}
+        return less(self.seeds(metric, run), self.seeds(metric, other))
+
+    def recall(self, backbone: str, variant: str, other: str) -> dict[int | None, float]:
+        """Accuracy of one kind of gates less that of another, averaged over the settings of a seed if all are there."""
+        found = [
+            self.paired("accuracy", *(recall_run(backbone, kind, pairs, heads) for kind in (variant, other)))
+            for pairs in PAIRS
+            for heads in RECALL_HEADS
+        ]
+        return {seed: mean(one[seed] for one in found) for seed in found[0] if all(seed in one for one in found)}
 
     @property
     def runs(self) -> set[Run]:
         """Those that are done."""
         return set(self._values.get("seconds", {}))
+
+
+def recall_run(backbone: str, variant: str, pairs: int, heads: int) -> Run:
+    return Run(backbone, variant, "2x128", heads, steps=RECALL_STEPS, pairs=pairs)
+
+
+def less(mine: Seeds, theirs: Seeds) -> dict[int | None, float]:
+    return {seed: mine[seed] - theirs[seed] for seed in mine if seed in theirs}
+
+
+def percent(differences: Seeds) -> dict[int | None, float]:
+    """Differences of loss as per cent of perplexity, or fractions as points."""
+    return {seed: 100 * value for seed, value in differences.items()}
 
 
 def perplexity(losses: Seeds) -> dict[int | None, float]:
@@ -85,11 +113,18 @@ def judge(differences: Seeds, wanted: int) -> str:
         return MISSING
     if len(values) == 1:
         return f"one seed: {'as claimed' if values[0] * wanted > 0 else 'not as claimed'}"
+    if sign := told_apart(differences):
+        return HELD if sign == wanted else OPPOSITE
     agree = sum(value * wanted > 0 for value in values)
-    reach = QUANTILES[len(values)] * stdev(values) / math.sqrt(len(values))
-    if abs(mean(values)) > reach:
-        return "**held**" if mean(values) * wanted > 0 else "**the opposite**"
     return f"not told apart from chance ({agree} of {len(values)} seeds as claimed)"
+
+
+def told_apart(differences: Seeds) -> int:
+    """The sign of the mean difference if its 95% interval over seeds leaves out zero; 0 if not, or if there is one seed only."""
+    values = list(differences.values())
+    if len(values) < 2 or abs(mean(values)) <= QUANTILES[len(values)] * stdev(values) / math.sqrt(len(values)):
+        return 0
+    return 1 if mean(values) > 0 else -1
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -8,6 +8,7 @@ import math
 import statistics
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from headmax.models import HeadmaxForCausalLM
 from headmax.records import Record, Recorder
 from headmax.reproduce.runs import Run, runs
 from headmax.reproduce.score import Examiner
-from headmax.train.faults import TrainingError
+from headmax.train.faults import Interrupted, TrainingError
 from headmax.train.metrics import Line, read_lines
 from headmax.train.parallel import find_device
 from headmax.train.trainer import fit
@@ -172,6 +173,12 @@ def thinned(lines: Sequence[Line]) -> list[tuple[int, float]]:
     return [(group[-1]["tokens"], round(statistics.mean(line["loss"] for line in group), 4)) for group in groups if group]
 
 
+def shared(wanted: Sequence[Run], mine: int, number: int) -> list[Run]:
+    """What one of `number` processes takes: all seeds and learning rates of a model go to the same one, which then compiles it once."""
+    models = list(dict.fromkeys(replace(run, seed=0, lr=None) for run in wanted))
+    return [run for run in wanted if models.index(replace(run, seed=0, lr=None)) % number == mine]
+
+
 def execute(
     parts: Sequence[str],
     *,
@@ -182,13 +189,13 @@ def execute(
     device: str | None,
     say: Callable[[str], object],
 ) -> int:
-    """Runs the parts' runs that no record has yet, every share[1]-th from share[0] on, while there is time. How many are left."""
+    """Runs the parts' runs that no record has yet, of every share[1]-th model from share[0] on, while there is time. How many are left."""
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 4096  # a graph for each kind of model
     place, file = find_device(device), out / "records.jsonl"
     clock, make = Clock(budget), Recorder(SUITE, place)
     examiner = Examiner(data, out, make, place)
-    wanted, done = runs(parts)[share[0] :: share[1]], finished(recorded([RESULTS, file]))
-    left = [run for run in wanted if run not in done]
+    wanted, done = shared(runs(parts), *share), finished(recorded([RESULTS, file]))
+    left, broken = [run for run in wanted if run not in done], 0
     say(f"{len(wanted) - len(left)} of {len(wanted)} runs are recorded already")
     while left:
         run, found = left[0], recorded([RESULTS, file])
@@ -205,9 +212,17 @@ def execute(
                 break
             except TrainingError as error:  # a model that cannot be trained is a result
                 made.append(make(run.name, "headmax", "failed", 1, "runs", run.seed, run=asdict(run), error=str(error)))
+            except (Interrupted, ValueError, OSError):
+                raise
+            except Exception:  # not the model's doing, such as no memory left: the others go on, this one another time
+                say(f"{run.name} seed {run.seed} broke off:\n{traceback.format_exc()}")
+                broken += 1
+                left.pop(0)
+                continue
         seconds = time.monotonic() - begun
         records.append(file, [*made, make(run.name, "headmax", DONE, seconds, "s", run.seed, run=asdict(run))])
         left.pop(0)
         results = ", ".join(f"{r.metric} {r.value:.4g}" for r in made if r.metric in ("validation loss", "accuracy", "failed"))
-        say(f"{run.name} seed {run.seed}: {results}; {seconds:.0f} s, {len(left)} runs and {clock.left:.0f} s left")
-    return len(left)
+        failures = "".join(f"; {failure}" for r in made for failure in r.extra.get("failures", ()))
+        say(f"{run.name} seed {run.seed}: {results}{failures}; {seconds:.0f} s, {len(left)} runs and {clock.left:.0f} s left")
+    return len(left) + broken

@@ -20,18 +20,16 @@ RATES = {"text": (1e-3, 2e-3, 4e-3), "recall": (1e-3, 3e-3, 1e-2)}
 """Learning rates that the plain model of each backbone tries."""
 SEEDS = (0, 1, 2)
 LINEAR = ("gla", "retnet", "gdn")
+GATES: tuple[Literal["softmax", "uniform", "sigmoid"], ...] = ("softmax", "uniform", "sigmoid")
 VARIANTS: dict[str, HeadGateConfig | None] = {
     "plain": None,
-    "softmax": HeadGateConfig(),
-    "uniform": HeadGateConfig(kind="uniform"),
-    "sigmoid": HeadGateConfig(kind="sigmoid"),
-    "softmax-after": HeadGateConfig(read_position="after_norm"),
-    "uniform-after": HeadGateConfig(kind="uniform", read_position="after_norm"),
-    "sigmoid-after": HeadGateConfig(kind="sigmoid", read_position="after_norm"),
+    **{kind: HeadGateConfig(kind=kind, read_position="query") for kind in GATES},
+    **{f"{kind}-after": HeadGateConfig(kind=kind, read_position="after_norm") for kind in GATES},
     "uniform-read-after": HeadGateConfig(kind="uniform", read_position="after_norm", write=False),
 }
-"""Gates by name. All have the mean 1/H; -after: the read gate comes after the norm; -read: there is no write gate."""
-KINDS = ("plain", "softmax", "uniform", "sigmoid")
+"""Gates by name, whatever the defaults are. All have the mean 1/H; -after: the read gate comes after the norm; -read: no write gate.
+"softmax" is the paper's literal setting."""
+KINDS = ("plain", *GATES)
 """What is compared at one place of the read gate."""
 EPS = (1e-6, 1e-5)
 SIZES = ("4x256", "6x512", "10x768")
@@ -80,6 +78,11 @@ class Run:
         if self.kind == "recall" or self.lr is not None:
             return "not"
         return "whole" if self in PARTS["language"](self.seed) else "wikitext"
+
+    @property
+    def learns_gates(self) -> bool:
+        gate = VARIANTS[self.variant]
+        return gate is not None and gate.kind != "uniform"
 
     @property
     def twin(self) -> Run:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gzip
 import hashlib
@@ -9,13 +10,18 @@ import json
 import statistics
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from headmax.analysis.gates import Gate, trace
+from headmax.analysis.wins import Tokens, information
+from headmax.data.dataset import TokenShards
 from headmax.eval import requests
 from headmax.eval.requests import Request
 from headmax.eval.score import REQUESTS, score
@@ -36,6 +42,9 @@ SCORES = "scores.jsonl.gz"
 NEEDLE_LR = 1e-3
 BATCH_TOKENS = 65_536
 """Of the prepared requests in one forward pass."""
+WINS = "kind of token tells winner"
+READ = 16
+"""Held-out sequences on which heads are seen to win."""
 
 
 class Examiner:
@@ -58,15 +67,50 @@ class Examiner:
 
     def __call__(self, run: Run, model: HeadmaxForCausalLM) -> Iterator[Record]:
         if run.examined == "whole":
-            yield self._score(run, model, self.asked, tuned=False)
+            copy = self._copy(model)
+            yield self._score(run, copy, self.asked, tuned=False)
+            if run.learns_gates:
+                yield self._wins(run, copy)
             tuned, loss = self._tune(run, model)
             yield self._record(run, "needle training loss", loss, "nats")
-            yield self._score(run, tuned, {task: asked for task, asked in self.asked.items() if task.startswith("niah")}, tuned=True)
+            needles = {task: asked for task, asked in self.asked.items() if task.startswith("niah")}
+            yield self._score(run, self._copy(tuned), needles, tuned=True)
         elif run.examined == "wikitext":
-            yield self._score(run, model, {"wikitext": self.asked["wikitext"]}, tuned=False)
+            yield self._score(run, self._copy(model), {"wikitext": self.asked["wikitext"]}, tuned=False)
 
-    def _record(self, run: Run, metric: str, value: float, unit: str, **extra: float) -> Record:
+    def _record(self, run: Run, metric: str, value: float, unit: str, **extra: Any) -> Record:
         return self.make(run.name, "headmax", metric, value, unit, run.seed, run=asdict(run), **extra)
+
+    def _copy(self, model: HeadmaxForCausalLM) -> HeadmaxForCausalLM:
+        """To ask: not compiled, since there are too many shapes."""
+        with self.device:
+            copy = HeadmaxForCausalLM(model.config)
+        copy.load_state_dict(model.state_dict())
+        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        return copy.to(self.device, dtype).eval()  # type: ignore[arg-type]
+
+    @functools.cached_property
+    def text(self) -> tuple[Tensor, Tokens]:
+        """Held-out sequences [sequences, time], and their tokens by kind."""
+        ids = TokenShards(self.data, length=runs.LENGTH, seed=0, split="valid").batch(range(READ)).input_ids
+        return ids, Tokens(ids.flatten(), self.tokenizer)
+
+    def _wins(self, run: Run, model: HeadmaxForCausalLM) -> Record:
+        """Which heads win what on held-out text, by gate; and how much of that a model tells that was not trained."""
+        torch.manual_seed(run.seed)
+        found, before = (self._won(one, run.name) for one in (model, self._copy(HeadmaxForCausalLM(model.config))))
+        told, untrained = ({name: information(gate["kinds"]) for name, gate in gates.items()} for gates in (found, before))
+        return self._record(run, WINS, statistics.mean(told.values()), "bits", gates=found, untrained=untrained)
+
+    def _won(self, model: HeadmaxForCausalLM, name: str) -> dict[str, dict[str, list[list[Any]]]]:
+        ids, tokens = self.text
+        shares: dict[str, list[Tensor]] = defaultdict(list)
+        for row in ids:
+            for layer in trace(model, row, [""] * len(row), name).layers:
+                for kind, gate in (("read", layer.read), ("write", layer.write)):
+                    if gate is not None:
+                        shares[f"{layer.index}/{kind}"].append(gate.shares)
+        return {gate: tokens.wins(Gate(torch.cat(each))) for gate, each in shares.items()}
 
     def _tune(self, run: Run, model: HeadmaxForCausalLM) -> tuple[HeadmaxForCausalLM, float]:
         """The model after a short training on needles, and its last loss on answers."""
@@ -78,19 +122,16 @@ class Examiner:
         return tuned, statistics.mean(losses[-max(1, runs.NEEDLE_STEPS // 10) :])
 
     def _score(self, run: Run, model: HeadmaxForCausalLM, asked: Mapping[str, Sequence[Request]], *, tuned: bool) -> Record:
-        """Appends the answers to the file of scores."""
+        """Appends the answers to the file of scores; a task that failed is left out and named."""
         begun = time.monotonic()
-        with self.device:
-            copy = HeadmaxForCausalLM(model.config)  # not compiled: there are too many shapes
-        copy.load_state_dict(model.state_dict())
-        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-        scorer = Scorer(copy.to(self.device, dtype), self.tokenizer, BATCH_TOKENS)  # type: ignore[arg-type]
+        scorer = Scorer(model, self.tokenizer, BATCH_TOKENS)
         with tempfile.TemporaryDirectory() as folder:
             answered = ScoreFile(Path(folder) / "scores.jsonl")
-            score(scorer, asked, answered, lambda *_: None)
-        write_scores(self.out / SCORES, Scores(run, tuned, scorer.source, answered.scores), asked)
-        number = sum(map(len, asked.values()))
-        return self._record(run, "needles answered" if tuned else "requests answered", number, "requests", seconds=time.monotonic() - begun)
+            failures = score(scorer, asked, answered, lambda *_: None)
+        whole = {task: wanted for task, wanted in asked.items() if all(request.id in answered.scores for request in wanted)}
+        write_scores(self.out / SCORES, Scores(run, tuned, scorer.source, answered.scores), whole)
+        metric, number = "needles answered" if tuned else "requests answered", sum(map(len, whole.values()))
+        return self._record(run, metric, number, "requests", seconds=time.monotonic() - begun, failures=failures)
 
 
 @dataclass(frozen=True)
@@ -119,9 +160,9 @@ def write_scores(path: Path, scores: Scores, asked: Mapping[str, Sequence[Reques
 
 
 def read_scores(path: Path, asked: Mapping[str, Sequence[Request]]) -> Iterator[Scores]:
-    """What `write_scores` wrote, model by model, if it was these requests that were answered."""
+    """What `write_scores` wrote, model by model, if it was these requests that were answered; not what a killed process left unfinished."""
     made: Scores | None = None
-    with gzip.open(path, "rt") as file:
+    with contextlib.suppress(EOFError), gzip.open(path, "rt") as file:
         for line in map(json.loads, file):
             if "run" in line:
                 if made is not None:
@@ -133,8 +174,8 @@ def read_scores(path: Path, asked: Mapping[str, Sequence[Request]]) -> Iterator[
                 raise ValueError(f"{path}: answers to other requests of {line['task']} than {REQUESTS} has now")
             assert made is not None
             made.by_id.update({r.id: Score(r.id, *row) for r, row in zip(wanted, line["scores"], strict=True)})
-    if made is not None:
-        yield made
+        if made is not None:
+            yield made
 
 
 def _row(score: Score) -> list[Any]:

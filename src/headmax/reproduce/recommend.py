@@ -1,0 +1,124 @@
+"""Which gate settings the records speak for, by one rule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from statistics import mean
+from typing import Any
+
+from headmax.analysis.figures import TITLES
+from headmax.layers import HeadGateConfig
+from headmax.models import HeadmaxConfig
+from headmax.reproduce.results import LOSS, MISSING, Results, Seeds, percent, show, table, told_apart
+from headmax.reproduce.runs import EPS, GATES, KINDS, LINEAR, VARIANTS, Run
+
+PAPER = "softmax"
+"""The variant that is the paper's equation to the letter."""
+RULE = (
+    "Rule: other settings take the default's place only if they are better in at least one column and worse in none, where better and",
+    "worse mean that the 95% interval of the mean difference over seeds leaves out zero; columns without a measurement do not count. Of",
+    "several such settings the one with the lowest loss of GLA is taken, or one with fewer changes that is not told apart from it.",
+    "Otherwise the default stays.",
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    variant: str
+    norm_eps: float
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What makes it, beside what all have in common."""
+        gate = VARIANTS[self.variant]
+        if gate is None:
+            return {"head_gate": None, "norm_eps": self.norm_eps}
+        names = ("kind", "read_position") + ("write",) * (not gate.write)
+        return {name: getattr(gate, name) for name in names} | {"norm_eps": self.norm_eps}
+
+    def __str__(self) -> str:
+        """In code."""
+        return "`" + ", ".join(f"{name}={value!r}" for name, value in self.fields.items()).replace("'", '"') + "`"
+
+    def changes(self, other: Setting) -> int:
+        return sum(field not in other.fields.items() for field in self.fields.items())
+
+    def run(self, backbone: str) -> Run:
+        return Run(backbone, self.variant, norm_eps=self.norm_eps)
+
+
+def default() -> Setting:
+    """What a user gets who asks for gates and says no more."""
+    return Setting(next(name for name, gate in VARIANTS.items() if gate == HeadGateConfig()), HeadmaxConfig.norm_eps)
+
+
+def settings() -> list[Setting]:
+    """All that were tried."""
+    places = [*KINDS, *(f"{kind}-after" for kind in GATES)]
+    return [*(Setting(variant, eps) for eps in EPS for variant in places), Setting("uniform-read-after", EPS[0])]
+
+
+def evidence(results: Results, one: Setting, other: Setting) -> dict[str, tuple[Seeds, int]]:
+    """Differences by column, and the sign of a better one."""
+    made: dict[str, tuple[Seeds, int]] = {}
+    for b in LINEAR:
+        made[f"{TITLES[b]}, % of perplexity"] = percent(results.paired(LOSS, one.run(b), other.run(b))), -1
+    for b in LINEAR:
+        differs = one.variant != other.variant
+        made[f"{TITLES[b]}, recall"] = (results.recall(b, one.variant, other.variant) if differs else {}), 1
+    return made
+
+
+def preferred(results: Results, found: Mapping[Setting, Mapping[str, tuple[Seeds, int]]]) -> Setting | None:
+    """By the rule; None if the default stays."""
+    signs = {setting: {told_apart(x) * wanted for x, wanted in columns.values()} for setting, columns in found.items()}
+    losses = {
+        setting: mean(losses.values())
+        for setting, seen in signs.items()
+        if 1 in seen and -1 not in seen and (losses := results.seeds(LOSS, setting.run("gla")))
+    }
+    if not losses:
+        return None
+    best = min(losses, key=lambda setting: losses[setting])
+    alike = [setting for setting in losses if not told_apart(results.paired(LOSS, setting.run("gla"), best.run("gla")))]
+    return min(alike, key=lambda setting: (setting.changes(default()), losses[setting]))
+
+
+def recommendation(results: Results) -> Iterator[str]:
+    now = default()
+    found = {setting: evidence(results, setting, now) for setting in settings() if setting != now}
+    rows, judged = [], 0
+    for setting, columns in found.items():
+        cells = []
+        for digits, (differences, wanted) in zip((1, 1, 1, 3, 3, 3), columns.values(), strict=True):
+            words = {1: ", **better**", -1: ", **worse**", 0: ""}[told_apart(differences) * wanted]
+            cells.append(show(differences, digits, sign=True) + words if differences else "")
+            judged += len(differences) > 1
+        rows.append([str(setting), *cells])
+    yield f"The default is {now}; the paper's literal setting is " + ("the same." if now.variant == PAPER else f"{literal()}.")
+    yield "Other settings less the default, seed by seed; a loss is better below zero, recall above (accuracy, mean of all pairs and heads,"
+    yield f"at norm_eps {EPS[0]:g} whatever the row's). An empty cell was not measured."
+    yield ""
+    yield table(["instead of the default", *next(iter(found.values()))], rows)
+    yield ""
+    yield from RULE
+    yield ""
+    if not judged:
+        yield f"Recommendation: {MISSING}; the default stays."
+        return
+    taken = preferred(results, found)
+    if taken is None:
+        yield f"**Recommendation: the default stays, {now}.** No other setting was better without being worse elsewhere."
+    else:
+        yield f"**Recommendation: {taken}** instead of {now}. The paper's literal setting remains {literal()}."
+    yield f"{judged} differences have two seeds or more and were judged one by one; if no setting made a difference, about"
+    yield f"{judged / 20:.0f} of them would still be called better or worse, by chance."
+    frozen = found.get(Setting("uniform", now.norm_eps), {})
+    same = [column for column, (differences, _) in frozen.items() if len(differences) > 1 and not told_apart(differences)]
+    if now.variant == PAPER and same:
+        yield f"Gates frozen at 1/H were not told apart from gates that compete in {len(same)} of 6 columns ({', '.join(same)})."
+
+
+def literal() -> Setting:
+    return Setting(PAPER, HeadmaxConfig.norm_eps)

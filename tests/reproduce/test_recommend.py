@@ -1,0 +1,70 @@
+"""A recommendation follows from the records by its rule, and is not made where nothing can be told apart."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from headmax.records import Recorder, append
+from headmax.reproduce.recommend import Setting, default, recommendation, settings
+from headmax.reproduce.results import Results
+from headmax.reproduce.runs import KINDS, LINEAR, PAIRS, RECALL_HEADS, RECALL_STEPS, SEEDS, Run, runs
+
+MAKE = Recorder("reproduction", "cpu")
+
+
+def said(folder: Path, effect: Callable[[Run], float], noise: float = 0.002, recall: Callable[[Run], float] | None = None) -> str:
+    """Of made-up runs whose losses (and accuracies) differ by an effect, and from seed to seed."""
+
+    def wobble(run: Run) -> float:
+        return noise * ((7 * run.seed + 3 * len(run.variant) + 5 * len(run.name)) % 5 - 2)
+
+    asked = runs(["language", "placement"])
+    made = [MAKE(r.name, "headmax", "validation loss", 4.0 + effect(r) + wobble(r), "", r.seed, run=asdict(r)) for r in asked]
+    if recall is not None:
+        grid = [
+            Run(b, kind, "2x128", n, seed, RECALL_STEPS, pairs=pairs)
+            for b in LINEAR for kind in KINDS for n in RECALL_HEADS for pairs in PAIRS for seed in SEEDS
+        ]  # fmt: skip
+        made += [MAKE(r.name, "headmax", "accuracy", 0.5 + recall(r) + wobble(r), "", r.seed, run=asdict(r)) for r in grid]
+    append(folder / "reproduction.jsonl", made)
+    return "\n".join(recommendation(Results(folder)))
+
+
+def test_a_clear_winner_is_recommended(tmp_path: Path) -> None:
+    text = said(tmp_path, lambda run: -0.08 if run.variant == "softmax-after" and run.norm_eps == 1e-6 else 0.0)
+    assert '**Recommendation: `kind="softmax", read_position="after_norm", norm_eps=1e-06`** instead of `kind="softmax"' in text
+    assert 'literal setting remains `kind="softmax", read_position="query", norm_eps=1e-06`' in text
+    line = next(line for line in text.splitlines() if line.startswith('| `kind="softmax", read_position="after_norm", norm_eps=1e-06`'))
+    assert "**better**" in line.split("|")[2]
+    assert [cell.strip() for cell in line.split("|")[3:-1]] == [""] * 5, "what was not measured is empty"
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.01])
+def test_where_nothing_differs_the_default_stays(tmp_path: Path, noise: float) -> None:
+    text = said(tmp_path, lambda run: 0.0, noise)
+    assert "**Recommendation: the default stays, `kind=" in text
+    assert "Gates frozen at 1/H were not told apart from gates that compete in 3 of 6 columns" in text
+    assert "**worse**" not in text
+
+
+def test_better_text_does_not_outweigh_worse_recall(tmp_path: Path) -> None:
+    """The one that wins on text loses elsewhere; the next best is taken, and the lowest loss of those that may be."""
+    effects = {"plain": -0.09, "uniform": -0.05, "sigmoid": -0.06}
+    text = said(tmp_path, lambda run: effects.get(run.variant, 0.0), recall=lambda run: -0.3 * (run.variant == "plain"))
+    assert '**Recommendation: `kind="sigmoid", read_position="query", norm_eps=1e-06`**' in text
+    assert "**worse**" in next(line for line in text.splitlines() if line.startswith("| `head_gate=None, norm_eps=1e-06`"))
+
+
+def test_one_seed_decides_nothing(tmp_path: Path) -> None:
+    for variant, loss in (("softmax", 4.0), ("uniform", 3.0)):
+        run = Run("gla", variant)
+        append(tmp_path / "reproduction.jsonl", [MAKE(run.name, "headmax", "validation loss", loss, "", 0, run=asdict(run))])
+    assert "Recommendation: not measured; the default stays." in "\n".join(recommendation(Results(tmp_path)))
+
+
+def test_the_default_is_one_of_the_settings() -> None:
+    assert default() in settings()
+    assert str(Setting("plain", 1e-5)) == "`head_gate=None, norm_eps=1e-05`"
+    assert len(settings()) == len(set(settings())) == 15
