@@ -299,7 +299,7 @@ def test_errors_name_the_setting() -> None:
         HeadGateConfig(source="query")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="read and write are both False"):
         HeadGateConfig(read=False, write=False)
-    with pytest.raises(ValueError, match="temperature must be positive, got 0"):
+    with pytest.raises(ValueError, match="temperature must be a positive number, got 0"):
         HeadGateConfig(temperature=0)
     with pytest.raises(ValueError, match="scale must be a positive number or 'heads', got 'head'"):
         HeadGateConfig(scale="head")  # type: ignore[arg-type]

@@ -203,7 +203,7 @@ def test_commands_for_the_papers_scale_are_understood(data: Path, tmp_path: Path
             for name in names.split():
                 words = [word.replace("$r", name).replace("data/slimpajama", str(data)) for word in train[6:]]
                 with mock.patch("headmax.train.trainer.fit") as fit:
-                    tyro.cli(train_command(words), args=words)
+                    tyro.cli(train_command(["train", *words]), args=words)
                 model, config, source, out = fit.call_args.args
                 assert (out, source.length, config.batch_size % 8) == (Path("runs") / name, 4096, 0)
                 with torch.device("meta"):

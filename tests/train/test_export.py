@@ -72,7 +72,7 @@ def test_every_field_is_an_option_and_the_recipe_its_default(tmp_path: Path, mon
         "cpu",
     ]
     arguments += ["--optim.lr", "5e-4", "--compute.micro-batch", "4", "--model.num-heads", "2", "--model.head-gate.kind", "sigmoid"]
-    tyro.cli(train_command(arguments), args=[*arguments, "--task.num-pairs", "4"])
+    tyro.cli(train_command(["train", *arguments]), args=[*arguments, "--task.num-pairs", "4"])
     config, model = seen["config"], seen["model"]
     assert (config.max_steps, config.checkpoint_every, config.seed, config.device) == (7, 3, 5, "cpu")
     assert (config.optim.lr, config.compute.micro_batch, config.optim.weight_decay) == (5e-4, 4, 0.0)
