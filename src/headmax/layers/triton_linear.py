@@ -86,6 +86,11 @@ class Convolution:
     """[rows, width - 1, channels] the last inputs, moved on in place."""
     scores: Scores | None = None
 
+    @property
+    def scoring(self) -> dict[str, Any]:
+        """What every kernel here takes of the scores."""
+        return NO_SCORES if self.scores is None else self.scores.arguments
+
 
 @triton.jit
 def entries(x, norm, swish, read, column, channel, inside, K: tl.constexpr, HEADS: tl.constexpr):
@@ -233,9 +238,7 @@ def linear(
     arguments |= {"N": outputs, "C": 0, "W": 0, "PAIR": pair} | NO_SCORES
     if convolution is not None:
         taps, past = convolution.taps, convolution.past
-        arguments |= {"taps": taps, "past": past, "C": taps.shape[0], "W": taps.shape[1]}
-        if convolution.scores is not None:
-            arguments |= convolution.scores.arguments
+        arguments |= {"taps": taps, "past": past, "C": taps.shape[0], "W": taps.shape[1]} | convolution.scoring
     groups: int = arguments["GROUPS"]
     sizes = {"BG": triton.next_power_of_2(groups), "BC": triton.next_power_of_2(width // groups)}
     whole = sizes["BG"] * sizes["BC"]
@@ -261,8 +264,8 @@ def _by_library(
         half = weight.shape[0] // 2
         return prepare(Input(out[:, half:], swish=out[:, :half]), dtype)
     if convolution is not None:
-        (channels, width), scores = convolution.taps.shape, NO_SCORES if convolution.scores is None else convolution.scores.arguments
-        strides = {"y_stride": out.stride(0), "sums_stride": 0 if convolution.scores is None else convolution.scores.sums.stride(0)}
+        (channels, width), sums = convolution.taps.shape, convolution.scoring["sums"]
+        strides = {"y_stride": out.stride(0), "sums_stride": 0 if sums is None else sums.stride(0)}
         grid = (triton.cdiv(channels, 256), out.shape[0])
-        convolution_kernel[grid](out, convolution.taps, convolution.past, **scores, **strides, C=channels, W=width, BC=256)
+        convolution_kernel[grid](out, convolution.taps, convolution.past, **convolution.scoring, **strides, C=channels, W=width, BC=256)
     return out

@@ -127,11 +127,11 @@ def mixer_step_kernel(
         reads, writes = row + READS, row + WRITES
         if sums is not None:
             reads, writes = sums + sequence * (2 * H * PARTS), sums + (sequence * 2 + 1) * (H * PARTS)
-        read, write = own_gates(reads, writes, head, temperature, gate_scale, H, KIND, PARTS, BH, BP)
-    if READ == "none":
-        read = 1.0
-    if not WRITE:
-        write = 1.0
+        own_read, own_write = own_gates(reads, writes, head, temperature, gate_scale, H, KIND, PARTS, BH, BP)
+        if READ != "none":
+            read = own_read
+        if WRITE:
+            write = own_write
     if READ == "after_norm":
         tl.store(read_out + sequence * H + head, read, mask=tl.program_id(0) == 0)
         read = 1.0

@@ -76,13 +76,12 @@ class HeadmaxConfig(PreTrainedConfig):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"HeadmaxConfig: {name} must be a positive integer, got {value!r}")
-        for name in ("head_k_dim", "head_v_dim", "num_v_heads", "intermediate_size", "mlp_ratio"):
+        for name in ("head_k_dim", "head_v_dim", "num_v_heads", "intermediate_size"):
             value = getattr(self, name)
-            whole = name == "mlp_ratio" or isinstance(value, int)
-            if value is not None and not (whole and value > 0):
-                raise ValueError(
-                    f"HeadmaxConfig: {name} must be a positive {'number' if name == 'mlp_ratio' else 'integer'} or None, got {value!r}"
-                )
+            if value is not None and not (isinstance(value, int) and value > 0):
+                raise ValueError(f"HeadmaxConfig: {name} must be a positive integer or None, got {value!r}")
+        if self.mlp_ratio is not None and not self.mlp_ratio > 0:
+            raise ValueError(f"HeadmaxConfig: mlp_ratio must be a positive number or None, got {self.mlp_ratio!r}")
         if self.conv_size is not None and (self.conv_size < 0 or self.conv_size == 1):
             raise ValueError(f"HeadmaxConfig: conv_size must be 0 for none or at least 2, got {self.conv_size!r}")
         if not self.norm_eps > 0:

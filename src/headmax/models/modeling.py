@@ -161,9 +161,8 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
             raise ValueError(f"attention_mask must be [batch, seen + time] = {[batch, past + time]}, got {list(attention_mask.shape)}")
         new_only = past > 0 and attention_mask is not None and attention_mask.shape[1] == time
         attention_mask, compiling = padding(attention_mask), torch.compiler.is_compiling()
-        packing = find_packing(
-            x, attention_mask, None if compiling else position_ids, cu_seqlens
-        )  # with labels they were looked at already
+        looked_at = None if compiling else position_ids  # with labels they were looked at already
+        packing = find_packing(x, attention_mask, looked_at, cu_seqlens)
         if packing is not None and (use_cache or past) and any(self.uses_attention):
             raise ValueError("attention layers keep no states of packed sequences: pass use_cache=False and no past_key_values")
         pads_right = pads_on_the_right(attention_mask)

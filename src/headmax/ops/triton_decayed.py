@@ -257,6 +257,7 @@ def query_key_gradients_kernel(
     write = row_values(write_gate, first, count, head, H, C, WRITE)[:, None]
     p_q, inside = tile(q, first, count, head, k_start, H, K, C, BK)
     p_k, in_k = tile(k, first, count, head, k_start, H, K, C, BK)
+    t_q, t_k = tl.load(p_q, mask=inside, other=0.0), tl.load(p_k, mask=inside, other=0.0)
     if DECAY == "channel":
         p_r, in_r = tile(reading, first, count, head, k_start, H, K, C, BK)
         p_w, in_w = tile(writing, first, count, head, k_start, H, K, C, BK)
@@ -284,9 +285,7 @@ def query_key_gradients_kernel(
             if DECAY_GRADIENT:
                 p_g, in_g = tile(d_decay, first, count, head, k_start, H, K, C, BK)
                 tl.store(p_g, sums_from_the_end(each, C, PRECISION) + leaves[None, :], mask=inside)
-        t_q, t_k = tl.load(p_q, mask=inside, other=0.0), tl.load(p_k, mask=inside, other=0.0)
     else:
-        t_q, t_k = tl.load(p_q, mask=inside, other=0.0), tl.load(p_k, mask=inside, other=0.0)
         d, from_start, to_end, total = decay_matrix(log_decay, first, count, head, H, C, DECAY)
         scores *= d
         g_q *= from_start[:, None]
