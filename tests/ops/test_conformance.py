@@ -1,5 +1,7 @@
 """Every op x backend x shape x dtype: outputs, states and all gradients against the float64 oracle."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -33,6 +35,14 @@ INTERPRETED = [
     for name, spec in SPECS.items()
     for case in spec.cases
     if case.time <= 151 and case.key <= 96 and case.gates in ("", "both", "read")
+]
+WIDE = Case(batch=2, time=300, heads=1, key=136, value=24, gates="both", initial_state=True)
+LONG_CHUNKS = [
+    pytest.param(case, id=str(case))
+    for case in (
+        *(replace(WIDE, decay=decay) for decay in ("none", "head", "soft", "mixed")),
+        replace(WIDE, batch=1, lengths=(1, 127, 129, 43), decay="mixed"),
+    )
 ]
 
 
@@ -73,6 +83,17 @@ def test_triton_kernels_under_the_interpreter(name: str, case: Case, dtype: torc
     """With the roundings of a GPU's matrix units, see tests/interpreter.py."""
     pytest.importorskip("triton")
     check(name, case, dtype, "cpu")
+
+
+@pytest.mark.parametrize("case", LONG_CHUNKS)
+def test_wide_heads_have_long_chunks(case: Case) -> None:
+    pytest.importorskip("triton")
+    from headmax.ops.triton_tiles import chunk_length
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x = torch.empty(0, dtype=torch.bfloat16, device=device)
+    assert [chunk_length(x, width) for width in (128, case.key)] == [64, 128]
+    check("linear_attention", case, torch.bfloat16, device)
 
 
 @pytest.mark.parametrize("name", SPECS)

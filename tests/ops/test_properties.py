@@ -169,6 +169,7 @@ def test_packing_of_short_sequences_uses_short_chunks() -> None:
     assert long.size == 64
     assert long.chunk_table.tolist() == [[0, 64], [64, 64], [128, 2], [130, 1]]
     assert long.chunk_starts.tolist() == [0, 3, 4]
+    assert [x.tolist() for x in long.chunks(128)] == [[[0, 128], [128, 2], [130, 1]], [0, 2, 3]]
     assert long.slot_starts.tolist() == [0, 3, 4]
 
 

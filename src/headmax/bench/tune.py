@@ -149,7 +149,8 @@ def tune(pairs: Iterable[tuple[str, str]], processes: int, say: Callable[[str], 
     for (name, width), best in fastest(measured).items():
         standing[name][width] = best
     here().update(copy.deepcopy(STANDING[triton_tiles.entry_for(torch.device("cuda"))]["kernels"]))
-    made = {"from": f"{torch.cuda.get_device_name()}, commit {current_commit()}", "kernels": standing}
+    long = triton_tiles.TABLE[triton_tiles.entry_for(torch.device("cuda"))]["long chunks"]
+    made = {"from": f"{torch.cuda.get_device_name()}, commit {current_commit()}", "long chunks": long, "kernels": standing}
     triton_tiles.TABLE[str(triton_tiles.shared_memory(torch.device("cuda")))] = made
     return measured
 
@@ -171,5 +172,6 @@ def write(path: Path) -> None:
     entries = []
     for size, entry in triton_tiles.TABLE.items():
         rows = ",\n".join(f"      {json.dumps(name)}: {json.dumps(tiles)}" for name, tiles in entry["kernels"].items())
-        entries.append(f'  "{size}": {{\n    "from": {json.dumps(entry["from"])},\n    "kernels": {{\n{rows}\n    }}\n  }}')
+        head = "".join(f"    {json.dumps(name)}: {json.dumps(entry[name])},\n" for name in ("from", "long chunks"))
+        entries.append(f'  "{size}": {{\n{head}    "kernels": {{\n{rows}\n    }}\n  }}')
     path.write_text("{\n" + ",\n".join(entries) + "\n}\n")

@@ -10,8 +10,11 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 CHUNK = 64
-"""Tokens per chunk; every chunked backend shares it."""
-DEVICE_TABLES = ("cu_seqlens", "sequence_ids", "positions", "slot_tokens", "token_slots", "chunk_table", "chunk_starts")
+"""Tokens per chunk, in every chunked backend."""
+LONG_CHUNK = 128
+"""Tokens per chunk in kernels for wide heads, whose state is so large that it had better be stored half as often."""
+TABLES = ("slot_tokens", "token_slots", "chunk_table", "chunk_starts", "long_chunk_table", "long_chunk_starts")
+DEVICE_TABLES = ("cu_seqlens", "sequence_ids", "positions", *TABLES)
 
 _built = WeakIdKeyDictionary()
 """What `Packing.of` built, by the boundaries' tensor."""
@@ -42,6 +45,9 @@ class Packing:
     """[chunks, 2] first token and number of tokens of each chunk of CHUNK tokens, for kernels, which need no padding."""
     chunk_starts: Tensor
     """[N+1] the first of those chunks of each sequence, on the device."""
+    long_chunk_table: Tensor
+    long_chunk_starts: Tensor
+    """The same for chunks of LONG_CHUNK tokens."""
 
     def __init__(self, cu_seqlens: Tensor | Sequence[int], device: torch.device | str | None = None) -> None:
         if isinstance(cu_seqlens, Tensor):
@@ -63,12 +69,12 @@ class Packing:
         tokens = np.full(slot_starts[-1] * self.size, total)
         tokens[slots] = np.arange(total)
 
-        first = np.flatnonzero(positions % CHUNK == 0)
-        table = np.stack([first, np.minimum(bounds[1:][ids[first]] - first, CHUNK)], axis=1)
-        made = (bounds, ids, positions, slot_starts, tokens, slots, table, _starts(lengths, CHUNK))
-        tables = [torch.from_numpy(x) for x in made]
-        self.cu_seqlens, self.sequence_ids, self.positions, self.slot_starts = tables[:4]
-        self.slot_tokens, self.token_slots, self.chunk_table, self.chunk_starts = tables[4:]
+        made = [bounds, ids, positions, slot_starts, tokens, slots]
+        for size in (CHUNK, LONG_CHUNK):
+            first = np.flatnonzero(positions % size == 0)
+            made += [np.stack([first, np.minimum(bounds[1:][ids[first]] - first, size)], axis=1), _starts(lengths, size)]
+        for name, table in zip(("cu_seqlens", "sequence_ids", "positions", "slot_starts", *TABLES), made, strict=True):
+            setattr(self, name, torch.from_numpy(table))
         if device is not None:
             self.to(device)
 
@@ -83,6 +89,10 @@ class Packing:
         for name in DEVICE_TABLES:
             setattr(self, name, getattr(self, name).pin_memory())
         return self
+
+    def chunks(self, size: int) -> tuple[Tensor, Tensor]:
+        """Where chunks of CHUNK or LONG_CHUNK tokens lie, and the first of each sequence."""
+        return (self.chunk_table, self.chunk_starts) if size == CHUNK else (self.long_chunk_table, self.long_chunk_starts)
 
     @property
     def num_sequences(self) -> int:

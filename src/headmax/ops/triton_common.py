@@ -50,6 +50,8 @@ class Layout:
     """[chunks, 2] first token and number of tokens of each chunk, for packed sequences."""
     starts: Tensor | None
     """[sequences + 1] first chunk of each sequence."""
+    chunk: int = CHUNK
+    """Tokens of a chunk, at most."""
 
     @property
     def packed(self) -> bool:
@@ -61,7 +63,7 @@ class Layout:
 
     @property
     def chunks(self) -> int:
-        return self.batch * triton.cdiv(self.time, CHUNK) if self.table is None else self.table.shape[0]
+        return self.batch * triton.cdiv(self.time, self.chunk) if self.table is None else self.table.shape[0]
 
     def segments(self, blocks: int, processors: int, least: int = 2) -> int:
         """Into how many segments a scan cuts each sequence: enough to give every processor two of the `blocks` per sequence.

@@ -42,7 +42,7 @@ from headmax.ops.triton_common import (
     state_tile,
     tile,
 )
-from headmax.ops.triton_tiles import processors, tile_arguments
+from headmax.ops.triton_tiles import chunk_length, processors, tile_arguments
 
 
 @triton.jit
@@ -314,9 +314,13 @@ def decay_kind(log_decay: Tensor | None) -> str:
     return "none" if log_decay is None else {1: "head", 3: "token", 4: "channel"}[log_decay.ndim]
 
 
+def chunk_tokens(q: Tensor, log_decay: Tensor | None) -> int:
+    return CHUNK if decay_kind(log_decay) == "channel" else chunk_length(q, q.shape[3])
+
+
 def shape_arguments(q: Tensor, layout: Layout) -> dict[str, Any]:
     """What all kernels are specialised to. Packed chunks say where they lie: a length would be one more reason to compile."""
-    names = {"T": 0 if layout.packed else q.shape[1], "H": q.shape[2], "K": q.shape[3], "C": CHUNK}
+    names = {"T": 0 if layout.packed else q.shape[1], "H": q.shape[2], "K": q.shape[3], "C": layout.chunk}
     return names | {"PACKED": layout.packed, "PRECISION": dot_precision(q.dtype)}
 
 
@@ -326,7 +330,7 @@ class Prepared(NamedTuple):
     reading: Tensor
     writing: Tensor
     scores: Tensor
-    """[batch, time, heads, CHUNK]"""
+    """[batch, time, heads, tokens of a chunk]"""
     whole: Tensor
     """[chunks, heads], or [chunks, heads, key] for a decay per channel."""
     mild: Tensor
@@ -343,7 +347,7 @@ def prepare(
     made = Prepared(
         reading=torch.empty_like(q),
         writing=torch.empty_like(k),
-        scores=q.new_empty(batch, time, heads, CHUNK),
+        scores=q.new_empty(batch, time, heads, layout.chunk),
         whole=q.new_empty((*per_chunk, key) if channel else per_chunk, dtype=torch.float32),
         mild=q.new_empty(per_chunk if channel else (0,), dtype=torch.int32),
         sums=q.new_empty(q.shape if channel else (0,), dtype=torch.float64 if q.dtype == torch.float32 else torch.float32),
@@ -437,7 +441,7 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, read_gate: Tensor | None, write_gate: Tensor | None,
     scale: float, initial: Tensor | None, table: Tensor | None, starts: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    layout = Layout(q.shape[0], q.shape[1], table, starts)
+    layout = Layout(q.shape[0], q.shape[1], table, starts, chunk_tokens(q, log_decay))
     prepared = prepare(q, k, log_decay, read_gate, write_gate, scale, layout)
     states, final = scan(prepared.writing, v, prepared.whole, prepared.mild, initial, layout)
     return combine(prepared.reading, prepared.scores, v, states, layout), final
@@ -456,7 +460,7 @@ def _backward(
     write_gate: Tensor | None, scale: float, initial: Tensor | None, table: Tensor | None, starts: Tensor | None, decay_gradient: bool,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, k, v, log_decay, read_gate, write_gate, initial; an empty tensor where there is none."""
-    layout, d_o = Layout(q.shape[0], q.shape[1], table, starts), d_o.contiguous()
+    layout, d_o = Layout(q.shape[0], q.shape[1], table, starts, chunk_tokens(q, log_decay)), d_o.contiguous()
     prepared = prepare(q, k, log_decay, read_gate, write_gate, scale, layout)
     states, _ = scan(prepared.writing, v, prepared.whole, prepared.mild, initial, layout)
     d_states, d_initial = scan(prepared.reading, d_o, prepared.whole, prepared.mild, d_final.contiguous(), layout, reverse=True)
@@ -505,5 +509,5 @@ def decayed_attention(
         o, state = decayed_attention(q.float(), k.float(), v.float(), log_decay, read_gate, write_gate, scale, initial_state, packing)
         return o.half(), state
     tensors = [None if x is None else x.contiguous() for x in (q, k, v, log_decay, read_gate, write_gate)]
-    table, starts = (None, None) if packing is None else (packing.chunk_table, packing.chunk_starts)
+    table, starts = (None, None) if packing is None else packing.chunks(chunk_tokens(q, log_decay))
     return _forward(*tensors, scale, None if initial_state is None else initial_state.contiguous(), table, starts)

@@ -11,12 +11,14 @@ import torch
 import triton
 from torch import Tensor
 
+from headmax.ops.packing import CHUNK, LONG_CHUNK
+
 Tiles = list[int]
 """Key and value channels of a tile (at most; narrower heads take less), warps, stages of its pipeline, registers (0: no limit)."""
 
 PATH = Path(__file__).with_name("tiles.json")
 TABLE: dict[str, dict[str, Any]] = json.loads(PATH.read_text())
-"""By shared memory per block in KiB, then "kernels", by kernel, by class of heads."""
+"""By shared memory per block in KiB: whether there are long chunks, and "kernels", by kernel, by class of heads."""
 
 
 def width_class(key: int) -> str:
@@ -39,6 +41,12 @@ def entry_for(device: torch.device) -> str:
     """The entry for the largest shared memory that this GPU has too; the largest of all where kernels are interpreted."""
     sizes = sorted(map(int, TABLE))
     return str(max(size for size in sizes if device.type != "cuda" or size <= shared_memory(device)))
+
+
+def chunk_length(x: Tensor, key: int) -> int:
+    """Tokens of a chunk for heads of this width: LONG_CHUNK where tiles of it fit and the state is large."""
+    long = TABLE[entry_for(x.device)]["long chunks"] and x.element_size() < 4 and width_class(key) == "wide"
+    return LONG_CHUNK if long else CHUNK
 
 
 def tile_width(width: int, most: int) -> int:

@@ -435,5 +435,5 @@ def gated_delta_rule(
     if groups > 1:
         q, k = q.repeat_interleave(groups, dim=2), k.repeat_interleave(groups, dim=2)
     tensors = [None if x is None else x.contiguous() for x in (q, k, v, log_decay, beta, read_gate, write_gate)]
-    table, starts = (None, None) if packing is None else (packing.chunk_table, packing.chunk_starts)
+    table, starts = (None, None) if packing is None else packing.chunks(CHUNK)
     return _forward(*tensors, scale, None if initial_state is None else initial_state.contiguous(), table, starts)
