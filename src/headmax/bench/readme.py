@@ -1,9 +1,9 @@
-"""The README's figures, rendered from the committed records between `<!-- generated: name -->` and `<!-- end -->`."""
+"""Figures in the README and the docs, rendered from the committed records between `<!-- generated: name -->` and `<!-- end -->`."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from headmax import records
@@ -99,7 +99,26 @@ def demo() -> str:
     return "\n".join([*lines, "", "Held-out accuracy, averaged over training (so that faster learning counts) and over seeds."])
 
 
-SECTIONS: dict[str, Callable[[], str]] = {"kernels": kernels, "steps": steps, "decoding": decoding, "demo": demo}
+def training() -> str:
+    """A real run, beside the step alone."""
+    found = list(records.read(records.RESULTS / "training_h200.jsonl"))
+    values = {r.metric: r for r in found}
+    run, speed, alone = values["tokens"], values["tokens per second"], values["softmax/tokens per second"]
+    entropy = {gate: values[f"{gate} gate entropy"] for gate in ("read", "write")}
+    dead = [f"{heads} of {where}" for r in entropy.values() for where, heads in r.extra["dead"].items()]
+    rows = {
+        "tokens, steps, skipped": f"{run.value:,.0f}, {run.extra['steps']:,}, {run.extra['skipped']}",
+        "tokens/s; of the step alone, random tokens": f"{speed.value:,.0f}; {alone.value:,.0f} ({speed.value / alone.value:.1%})",
+        "validation perplexity": f"{values['validation perplexity'].value:.1f}",
+        "loss spikes; gradient-norm peaks": f"{values['loss spikes'].value:.0f}; {values['gradient peaks'].value:.0f}",
+        "mean entropy of read and write gates": " and ".join(f"{r.value:.2f}" for r in entropy.values()),
+        "dead heads": ", ".join(dead) or "none",
+    }
+    lines = [f"| {run.case} | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())]
+    return "\n".join([*lines, "", f"{run.device}, commit {run.commit}, records in `benchmarks/results/training_h200.jsonl`."])
+
+
+SECTIONS: dict[str, Callable[[], str]] = {"kernels": kernels, "steps": steps, "decoding": decoding, "demo": demo, "training": training}
 
 
 def render(text: str) -> str:
@@ -111,5 +130,6 @@ def render(text: str) -> str:
     return re.sub(r"<!-- generated: (\w+) -->\n.*?<!-- end -->", section, text, flags=re.DOTALL)
 
 
-def update(path: Path) -> None:
-    path.write_text(render(path.read_text()))
+def update(paths: Iterable[Path]) -> None:
+    for path in paths:
+        path.write_text(render(path.read_text()))

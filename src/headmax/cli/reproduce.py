@@ -9,15 +9,15 @@ from typing import Literal, get_args
 Part = Literal["rates", "language", "placement", "heads", "scaling", "recall-rates", "recall"]
 
 
-def readme(path: Path = Path("README.md")) -> None:
-    """Render the README's figures anew from the committed records.
+def readme(paths: tuple[Path, ...] = (Path("README.md"), Path("docs/training.md"))) -> None:
+    """Render the figures of the README and the docs anew from the committed records.
 
     Args:
-        path: the file whose generated sections are rewritten.
+        paths: the files whose generated sections are rewritten.
     """
     from headmax.bench.readme import update
 
-    update(path)
+    update(paths)
 
 
 def tables(
