@@ -1,5 +1,7 @@
 """A benchmark that reports no speed for a wrong answer."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -20,6 +22,21 @@ def test_a_wrong_implementation_gets_no_speed(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(kernels.PEERS, "wrong", lambda op: kernels.Contender("wrong", op, wrong))
     with pytest.raises(ValueError, match=r"wrong gated_delta_rule is .* from the oracle .*: no speed is reported"):
         kernels.bench(cases={"gated_delta_rule": CASE}, peer="wrong", dtype=torch.float32, device=torch.device("cpu"), rounds=1, say=print)
+
+
+def test_a_peer_sees_the_timed_shape_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    peer, times = kernels.transformers_gated_delta_rule(), []
+    assert peer is not None
+
+    def tuning(**inputs: torch.Tensor) -> tuple[torch.Tensor, object]:
+        times.append(inputs["q"].shape[1])
+        return peer.function(**inputs)
+
+    monkeypatch.setitem(kernels.PEERS, "tuning", lambda op: kernels.Contender("tuning", op, tuning))
+    cases = {"gated_delta_rule": replace(CASE, time=300)}
+    kernels.bench(cases=cases, peer="tuning", dtype=torch.float32, device=torch.device("cpu"), rounds=1, say=print)
+    assert times[0] == 300
+    assert 200 in times, "the check against the oracle is on a short sequence"
 
 
 def test_unknown_peer() -> None:

@@ -33,18 +33,18 @@ def steps() -> str:
     """Whole training steps on a GPU, ours beside the peer's."""
     found = list(records.read(records.RESULTS / "train_h200.jsonl"))
     values = {(r.case, r.impl, *r.metric.split("/")): r for r in found if "/" in r.metric}
-    lines = ["| training step, length x batch | tokens/s | peak memory, GiB | of the measured matmul rate |", "|---|---|---|---|"]
+    lines = ["| training step, length x batch | tokens/s | peak memory, GiB | of the measured matmul rate | commit |", "|---" * 5 + "|"]
     for (case, impl, variant, metric), record in values.items():
         if metric == "tokens per second":
             recipe, size = case.split()
             scale = recipe.split("-", 1)[1]
             plain = f"transformer-{scale}" if variant == "transformer" else recipe
             name = "softmax-" * (variant == "softmax") + plain + ", flash-linear-attention" * (impl == "fla")
+            name += f" ({variant})" * (variant not in ("plain", "softmax", "transformer"))
             memory, rate = (values[case, impl, variant, other].value for other in ("peak memory", "MFU"))
-            lines.append(f"| {name}, {size} | {record.value:,.0f} | {memory:.1f} | {rate:.0%} |")
+            lines.append(f"| {name}, {size} | {record.value:,.0f} | {memory:.1f} | {rate:.0%} | {record.commit[:7]} |")
     first = [f"{r.metric.split('/')[0]} {r.value:.0f} s" for r in found if r.metric.endswith("first step, empty caches")]
-    note = f"Float32 parameters, bfloat16 compute, fused AdamW, {found[0].device}, commit {found[0].commit}. The softmax of"
-    note += f" flash-linear-attention's model is put on by hand in PyTorch. First step with empty caches: {', '.join(first)}."
+    note = f"Float32 parameters, bfloat16 compute, fused AdamW, {found[0].device}. First step with empty caches: {', '.join(first)}."
     return "\n".join([*lines, "", note])
 
 

@@ -107,7 +107,7 @@ def train(
 
     Args:
         recipe: which model, by the name of its softmax twin or of its plain backbone.
-        peer: fla measures flash-linear-attention's model, plain and with gates put on by hand.
+        peer: fla measures flash-linear-attention's model, plain, compiled, with bfloat16 parameters, and with gates put on by hand.
         grid: length x batch.
         rounds: timed steps of each model, interleaved.
         limit: seconds for each peer's process.
@@ -125,7 +125,13 @@ def train(
     if not all(re.fullmatch(r"[1-9]\d*x[1-9]\d*", point) for point in grid):
         raise ValueError(f"--grid takes length x batch, such as 4096x8, got {' '.join(grid)}")
     sizes = [tuple(int(n) for n in point.split("x")) for point in grid]
-    groups = ("cold eager", "cold compiled", "headmax", *("fla", "fla-gates") * (peer == "fla"), "transformer")
+    groups = (
+        "cold eager",
+        "cold compiled",
+        "headmax",
+        *("fla", "fla-compiled", "fla-bfloat16", "fla-gates") * (peer == "fla"),
+        "transformer",
+    )
     for record in train.bench(plain, groups, sizes, rounds, limit, say):  # type: ignore[arg-type]
         say(line(record))
         if out is not None:
