@@ -61,6 +61,20 @@ def test_keys_that_resemble_each_other_are_still_told_apart() -> None:
 
 @here
 @pytest.mark.parametrize("name", SPECS)
+def test_gates_near_zero_have_their_gradients(name: str) -> None:
+    inputs = inputs_of(name, BOTH)
+    inputs["read_gate"][:, 3, 0], inputs["write_gate"][:, 5, 1] = 0.0, 0.0
+    inputs["read_gate"][:, 70, 1], inputs["write_gate"][:, 140, 0] = 1e-30, -1e-12
+    expected = SPECS[name].oracle(inputs)
+    found = run(SPECS[name], inputs, "triton")
+    for key, x in found.items():
+        assert distance(x, expected[key]) <= 2e-5, key
+    for key, token, head in (("d_read_gate", 3, 0), ("d_write_gate", 5, 1), ("d_read_gate", 70, 1), ("d_write_gate", 140, 0)):
+        assert distance(found[key][:, token, head], expected[key][:, token, head]) <= 1e-4, key
+
+
+@here
+@pytest.mark.parametrize("name", SPECS)
 def test_outputs_are_written_everywhere(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is poisoned with NaN before the kernels run; nothing of it may show."""
     empty, empty_like, new_empty = torch.empty, torch.empty_like, torch.Tensor.new_empty

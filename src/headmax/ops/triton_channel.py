@@ -19,10 +19,13 @@ import triton
 import triton.language as tl
 
 from headmax.ops.packing import CHUNK
-from headmax.ops.triton_common import at_least, chunk_span, tile
+from headmax.ops.triton_common import at_least, chunk_span, row_values, tile
 
 MILD = tl.constexpr(120.0)
 """A decay of exp(-120), split in two, leaves factors of at most exp(60): float32's and bfloat16's range has room for queries and keys."""
+
+SMALL_GATE = tl.constexpr(1e-10)
+"""Times a factor of exp(-60), a gate above it still leaves numbers that float32 and bfloat16 hold in full."""
 
 SIZES = tl.constexpr(CHUNK.bit_length() - 1)
 """Halves of 2^0, 2^1, ... tokens, up to half a chunk."""
@@ -50,10 +53,13 @@ def sums_from_the_end(x, C: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def sums_kernel(
-    log_decay, sums, whole, mild, table, T,
-    H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr,
+    log_decay, read_gate, write_gate, sums, whole, mild, table, T,
+    H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """The running sums of a chunk's log-decays, the decay of the whole chunk, and whether it is mild enough for one product."""
+    """The running sums of a chunk's log-decays, the decay of the whole chunk, and whether it is mild.
+
+    That is, its decays are mild enough for one product, and its gates large enough to divide their gradients out of that product's.
+    """
     chunk, head = tl.program_id(0) // H, tl.program_id(0) % H
     first, count = chunk_span(chunk, table, T, C, PACKED)
     index, lowest = chunk.to(tl.int64) * H + head, 0.0
@@ -65,7 +71,10 @@ def sums_kernel(
         total, columns = tl.sum(step, 0).to(tl.float32), k_start + tl.arange(0, BK)
         tl.store(whole + index * K + columns, total, mask=columns < K)
         lowest = tl.minimum(lowest, tl.min(total, 0))
-    tl.store(mild + index, tl.where(lowest > -MILD, 1, 0))
+    read = row_values(read_gate, first, count, head, H, C, READ, EMPTY=1.0)
+    write = row_values(write_gate, first, count, head, H, C, WRITE, EMPTY=1.0)
+    least = tl.min(tl.minimum(tl.abs(read), tl.abs(write)), 0)
+    tl.store(mild + index, tl.where((lowest > -MILD) & (least > SMALL_GATE), 1, 0))
 
 
 @triton.jit

@@ -271,7 +271,8 @@ def query_key_gradients_kernel(
             g_q += tl.dot(rounded, as_written, input_precision=PRECISION)
             g_k += tl.dot(tl.trans(rounded), as_read, input_precision=PRECISION)
             leaves += kept  # both states are scaled by exp(half) already
-        each = g_q * as_read.to(tl.float32) - g_k * as_written.to(tl.float32)
+        read_back, written_back = g_q * as_read.to(tl.float32), g_k * as_written.to(tl.float32)
+        each = read_back - written_back
         if DECAY_GRADIENT and not EXACT:
             p_g, in_g = tile(d_decay, first, count, head, k_start, H, K, C, BK)
             tl.store(p_g, sums_from_the_end(each, C, PRECISION) + leaves[None, :], mask=inside)
@@ -305,9 +306,17 @@ def query_key_gradients_kernel(
     tl.store(p_dk, (g_k * write).to(d_k.dtype.element_ty), mask=inside)
     at = (k_block.to(tl.int64) * tokens + first + rows) * H + head
     if READ:
-        tl.store(d_read + at, tl.sum(g_q * t_q.to(tl.float32), 1) * scale, mask=rows < count)
+        if DECAY == "channel" and not EXACT:
+            row = tl.sum(read_back, 1) / row_values(read_gate, first, count, head, H, C, READ, EMPTY=1.0)
+        else:
+            row = tl.sum(g_q * t_q.to(tl.float32), 1) * scale
+        tl.store(d_read + at, row, mask=rows < count)
     if WRITE:
-        tl.store(d_write + at, tl.sum(g_k * t_k.to(tl.float32), 1), mask=rows < count)
+        if DECAY == "channel" and not EXACT:
+            row = tl.sum(written_back, 1) / row_values(write_gate, first, count, head, H, C, WRITE, EMPTY=1.0)
+        else:
+            row = tl.sum(g_k * t_k.to(tl.float32), 1)
+        tl.store(d_write + at, row, mask=rows < count)
 
 
 def decay_kind(log_decay: Tensor | None) -> str:
@@ -334,7 +343,7 @@ class Prepared(NamedTuple):
     whole: Tensor
     """[chunks, heads], or [chunks, heads, key] for a decay per channel."""
     mild: Tensor
-    """[chunks, heads] whether the decays are mild enough for one product, for a decay per channel, else empty."""
+    """[chunks, heads] whether decays and gates are such that one product does, for a decay per channel, else empty."""
     sums: Tensor
     """[batch, time, heads, key] running sums of each chunk's log-decays, for a decay per channel, else empty."""
 
@@ -353,14 +362,15 @@ def prepare(
         sums=q.new_empty(q.shape if channel else (0,), dtype=torch.float64 if q.dtype == torch.float32 else torch.float32),
     )
     shape = shape_arguments(q, layout)
+    gates = {"READ": read_gate is not None, "WRITE": write_gate is not None}
     if channel:
-        few = {name: shape[name] for name in ("T", "H", "K", "C", "PACKED")} | {"BK": 64}
-        sums_kernel[(layout.chunks * heads,)](log_decay, made.sums, made.whole, made.mild, layout.table, **few)
+        few = {name: shape[name] for name in ("T", "H", "K", "C", "PACKED")} | gates | {"BK": 64}
+        sums_kernel[(layout.chunks * heads,)](log_decay, read_gate, write_gate, made.sums, made.whole, made.mild, layout.table, **few)
     tiles = tile_arguments("prepare_channel" if channel else "prepare", q, key)
     for exact in (False, True) if channel else (False,):
         prepare_kernel[per_chunk](
             q, k, log_decay, made.sums, read_gate, write_gate, made.reading, made.writing, made.scores, made.whole, made.mild, layout.table,
-            scale, **shape, DECAY=decay_kind(log_decay), READ=read_gate is not None, WRITE=write_gate is not None, EXACT=exact, **tiles,
+            scale, **shape, **gates, DECAY=decay_kind(log_decay), EXACT=exact, **tiles,
         )  # fmt: skip
     return made
 
@@ -411,28 +421,38 @@ def combine(keys: Tensor, scores: Tensor, values: Tensor, states: Tensor | None,
     return result
 
 
+def gradient_tiles(q: Tensor, v: Tensor, kind: str) -> tuple[dict[str, int], int]:
+    """How `query_key_gradients_kernel` is cut, and into how many parts that cuts the gates' gradients."""
+    tiles = tile_arguments("query_key_gradients" + "_channel" * (kind == "channel"), q, q.shape[3], v.shape[3])
+    return tiles, triton.cdiv(q.shape[3], tiles["BK"])
+
+
 def query_key_gradients(
     q: Tensor, k: Tensor, v: Tensor, d_o: Tensor, log_decay: Tensor | None, read_gate: Tensor | None, write_gate: Tensor | None,
     scale: float, prepared: Prepared, states: Tensor, d_states: Tensor, layout: Layout, decay_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """d_q, d_k, and the gradients of log_decay and the gates, empty where there is none."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """d_q, d_k, the gradient of log_decay, empty if it has none, and those of the gates there are, each in parts yet to be summed."""
     d_q, d_k, kind = torch.empty_like(q), torch.empty_like(k), decay_kind(log_decay)
-    tiles = tile_arguments("query_key_gradients" + "_channel" * (kind == "channel"), q, q.shape[3], v.shape[3])
-    parts = triton.cdiv(q.shape[3], tiles["BK"])
+    tiles, parts = gradient_tiles(q, v, kind)
     gates = {"READ": read_gate is not None, "WRITE": write_gate is not None}
-    wanted = (gates["READ"], gates["WRITE"], decay_gradient and kind != "channel")
-    d_read, d_write, d_decay = (q.new_empty((parts, *q.shape[:3]) if there else (0,), dtype=torch.float32) for there in wanted)
-    if decay_gradient and kind == "channel":
-        d_decay = torch.empty_like(q, dtype=torch.float32)
+    d_gates = q.new_empty(sum(gates.values()), parts, *q.shape[:3], dtype=torch.float32)
+    d_read, d_write = d_gates[:1], d_gates[-1:]
+    shape = (0,) if not decay_gradient else q.shape if kind == "channel" else (parts, *q.shape[:3])
+    d_decay = q.new_empty(shape, dtype=torch.float32)
     for exact in (False, True) if kind == "channel" else (False,):
         query_key_gradients_kernel[(parts * layout.chunks * q.shape[2],)](
             q, k, v, d_o, log_decay, prepared.sums, read_gate, write_gate, prepared.reading, prepared.writing, states, d_states,
             prepared.whole, prepared.mild, d_q, d_k, d_read, d_write, d_decay, layout.table, scale, tokens=q.shape[0] * q.shape[1],
             V=v.shape[3], DECAY=kind, DECAY_GRADIENT=decay_gradient, EXACT=exact, **shape_arguments(q, layout), **gates, **tiles,
         )  # fmt: skip
-    d_read, d_write, d_decay = (x[0] if there and parts == 1 else x.sum(0) if there else x
-                                for x, there in zip((d_read, d_write, d_decay), wanted, strict=True))  # fmt: skip
-    return d_q, d_k, d_decay.sum((0, 1)) if decay_gradient and kind == "head" else d_decay, d_read, d_write
+    if decay_gradient and kind != "channel":
+        d_decay = d_decay.sum((0, 1, 2) if kind == "head" else 0)
+    return d_q, d_k, d_decay, d_gates
+
+
+def summed(parts: Tensor) -> Tensor:
+    """[gates, parts, ...] to [gates, ...], outside of the operator, where a compiler fuses it."""
+    return parts.sum(1) if parts.shape[1] > 1 else parts[:, 0]
 
 
 @torch.library.custom_op("headmax::decayed_attention", mutates_args=())
@@ -459,24 +479,24 @@ def _backward(
     d_o: Tensor, d_final: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, read_gate: Tensor | None,
     write_gate: Tensor | None, scale: float, initial: Tensor | None, table: Tensor | None, starts: Tensor | None, decay_gradient: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of q, k, v, log_decay, read_gate, write_gate, initial; an empty tensor where there is none."""
+    """Gradients of q, k, v, log_decay (an empty tensor if it has none), the gates there are [gates, parts, B, T, H], initial."""
     layout, d_o = Layout(q.shape[0], q.shape[1], table, starts, chunk_tokens(q, log_decay)), d_o.contiguous()
     prepared = prepare(q, k, log_decay, read_gate, write_gate, scale, layout)
     states, _ = scan(prepared.writing, v, prepared.whole, prepared.mild, initial, layout)
     d_states, d_initial = scan(prepared.reading, d_o, prepared.whole, prepared.mild, d_final.contiguous(), layout, reverse=True)
     d_v = combine(prepared.writing, prepared.scores, d_o, d_states, layout, transposed=True)
-    d_q, d_k, *rows = query_key_gradients(
+    d_q, d_k, d_decay, d_gates = query_key_gradients(
         q, k, v, d_o, log_decay, read_gate, write_gate, scale, prepared, states, d_states, layout, decay_gradient
     )
-    return [d_q, d_k, d_v, *rows, d_initial]
+    return [d_q, d_k, d_v, d_decay, d_gates, d_initial]
 
 
 @_backward.register_fake
 def _(d_o, d_final, q, k, v, log_decay, read_gate, write_gate, scale, initial, table, starts, decay_gradient):
-    nothing = q.new_empty(0, dtype=torch.float32)
-    rows = [torch.empty_like(x, dtype=torch.float32) if x is not None else nothing for x in (read_gate, write_gate)]
-    d_decay = torch.empty_like(log_decay, dtype=torch.float32) if decay_gradient else nothing
-    return [torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), d_decay, *rows, torch.empty_like(d_final)]
+    _, parts = gradient_tiles(q, v, decay_kind(log_decay))
+    d_gates = q.new_empty((read_gate is not None) + (write_gate is not None), parts, *q.shape[:3], dtype=torch.float32)
+    d_decay = torch.empty_like(log_decay, dtype=torch.float32) if decay_gradient else q.new_empty(0, dtype=torch.float32)
+    return [torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), d_decay, d_gates, torch.empty_like(d_final)]
 
 
 def _save(ctx, inputs, output) -> None:
@@ -488,10 +508,11 @@ def _save(ctx, inputs, output) -> None:
 def _gradient(ctx, d_o, d_final):
     q, k, v, log_decay, read_gate, write_gate, initial, table, starts = ctx.saved_tensors
     decay_gradient = log_decay is not None and ctx.needs_input_grad[3]
-    d_q, d_k, d_v, d_decay, d_read, d_write, d_initial = _backward(
+    d_q, d_k, d_v, d_decay, d_gates, d_initial = _backward(
         d_o, d_final, q, k, v, log_decay, read_gate, write_gate, ctx.scale, initial, table, starts, decay_gradient
     )
-    rows = [None if x is None else g.to(x.dtype) for x, g in ((read_gate, d_read), (write_gate, d_write))]
+    gates = iter(summed(d_gates))
+    rows = [None if x is None else next(gates).to(x.dtype) for x in (read_gate, write_gate)]
     d_decay = d_decay.to(log_decay.dtype) if decay_gradient else None
     return d_q, d_k, d_v, d_decay, *rows, None, None if initial is None else d_initial.to(initial.dtype), None, None
 
