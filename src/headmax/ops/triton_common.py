@@ -136,21 +136,6 @@ def at_least(log_decay):
 
 
 @triton.jit
-def decay_sums(log_decay, first, count, head, H: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr):
-    """The running sum b [C] in float64 and its last value; empty slots add nothing."""
-    rows = tl.arange(0, C)
-    if DECAY == "token":
-        step = at_least(tl.load(log_decay + (first + rows) * H + head, mask=rows < count, other=0.0).to(tl.float64))
-        b = tl.cumsum(step, 0)
-        total = tl.sum(step, 0)
-    else:
-        step = at_least(tl.load(log_decay + head).to(tl.float64))
-        b = (rows + 1).to(tl.float64) * step
-        total = count.to(tl.float64) * step
-    return b, total
-
-
-@triton.jit
 def row_values(gate, first, count, head, H: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr, EMPTY: tl.constexpr = 0.0):
     """A gate's value for each token of the chunk and EMPTY for slots beyond its end, 1 without a gate."""
     rows = tl.arange(0, C)
@@ -184,14 +169,22 @@ def causal_mask(count, C: tl.constexpr):
 
 @triton.jit
 def decay_matrix(log_decay, first, count, head, H: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr):
-    """D [C, C] below and on the diagonal, 0 above; exp(b) and exp(b_C - b) per token; b_C."""
+    """D [C, C] below and on the diagonal, 0 above; exp(b) and exp(b_C - b) per token; b_C. With b the running sum of log-decays."""
     rows = tl.arange(0, C)
-    causal = causal_mask(count, C)
+    causal, there = causal_mask(count, C), rows < count
     if DECAY == "none":
-        ones = tl.where(rows < count, 1.0, 0.0)
+        ones = tl.where(there, 1.0, 0.0)
         return tl.where(causal, 1.0, 0.0), ones, ones, 0.0
     else:
-        b, total = decay_sums(log_decay, first, count, head, H, C, DECAY)
-        steps = tl.where(causal, b[:, None] - b[None, :], -float("inf")).to(tl.float32)
-        to_end = tl.where(rows < count, tl.exp((total - b).to(tl.float32)), 0.0)
-        return tl.exp(steps), tl.exp(b.to(tl.float32)), to_end, total.to(tl.float32)
+        if DECAY == "head":
+            step = at_least(tl.load(log_decay + head).to(tl.float32))
+            total = count * step
+            so_far, to_go, between = (rows + 1) * step, (count - 1 - rows) * step, (rows[:, None] - rows[None, :]) * step
+        else:
+            step = at_least(tl.load(log_decay + (first + rows) * H + head, mask=there, other=0.0).to(tl.float64))
+            b, total = tl.cumsum(step, 0), tl.sum(step, 0)
+            so_far, to_go = b.to(tl.float32), (total - b).to(tl.float32)
+            low = (b - so_far).to(tl.float32)  # differences of two float32 parts, since [C, C] in float64 takes its time
+            between = (so_far[:, None] - so_far[None, :]) + (low[:, None] - low[None, :])
+        d = tl.exp(tl.where(causal, between, -float("inf")))
+        return d, tl.exp(so_far), tl.exp(tl.where(there, to_go, -float("inf"))), total.to(tl.float32)
