@@ -253,7 +253,7 @@ def query_key_gradients_kernel(
         g_k += tl.dot(t_v, tl.trans(t_d), input_precision=PRECISION)
         if DECAY_GRADIENT:
             kept += tl.sum(t_s.to(tl.float32) * t_d.to(tl.float32), 1)
-    read = row_values(read_gate, first, count, head, H, C, READ)[:, None] * scale
+    read = row_values(read_gate, first, count, head, H, C, READ)[:, None]
     write = row_values(write_gate, first, count, head, H, C, WRITE)[:, None]
     p_q, inside = tile(q, first, count, head, k_start, H, K, C, BK)
     p_k, in_k = tile(k, first, count, head, k_start, H, K, C, BK)
@@ -281,15 +281,16 @@ def query_key_gradients_kernel(
         g_k *= writes
         if EXACT:
             g_q, g_k, each = add_exact_score_gradients(
-                g_q, g_k, each, scores, q, k, read, write, sums, first, count, head, k_start, H, K, C, BK, PRECISION
+                g_q, g_k, each, scores, q, k, read * scale, write, sums, first, count, head, k_start, H, K, C, BK, PRECISION
             )
             if DECAY_GRADIENT:
                 p_g, in_g = tile(d_decay, first, count, head, k_start, H, K, C, BK)
                 tl.store(p_g, sums_from_the_end(each, C, PRECISION) + leaves[None, :], mask=inside)
+        g_q *= scale
     else:
         d, from_start, to_end, total = decay_matrix(log_decay, first, count, head, H, C, DECAY)
-        scores *= d
-        g_q *= from_start[:, None]
+        scores *= d * scale
+        g_q *= (from_start * scale)[:, None]
         g_k *= to_end[:, None]
         if DECAY_GRADIENT:
             # a step at t scales what tokens from t on read of the state, what those before t write to it, the state, and the scores between
@@ -298,8 +299,9 @@ def query_key_gradients_kernel(
             moved = tl.cumsum(reads + tl.sum(between, 1) - tl.sum(between, 0) - writes, 0, reverse=True)
             part = (k_block.to(tl.int64) * tokens + first + rows) * H + head
             tl.store(d_decay + part, moved + tl.sum(writes, 0) + tl.exp(total) * tl.sum(kept, 0), mask=rows < count)
-        g_q += tl.dot((scores * tl.trans(write)).to(t_k.dtype), t_k, input_precision=PRECISION)
-        g_k += tl.dot(tl.trans((scores * read).to(t_q.dtype)), t_q, input_precision=PRECISION)
+        rounded = scores.to(t_q.dtype)
+        g_q += tl.dot(rounded, (t_k.to(tl.float32) * write).to(t_k.dtype), input_precision=PRECISION)
+        g_k += tl.dot(tl.trans(rounded), (t_q.to(tl.float32) * read).to(t_q.dtype), input_precision=PRECISION)
     p_dq, in_dq = tile(d_q, first, count, head, k_start, H, K, C, BK)
     p_dk, in_dk = tile(d_k, first, count, head, k_start, H, K, C, BK)
     tl.store(p_dq, (g_q * read).to(d_q.dtype.element_ty), mask=inside)
@@ -309,7 +311,7 @@ def query_key_gradients_kernel(
         if DECAY == "channel" and not EXACT:
             row = tl.sum(read_back, 1) / row_values(read_gate, first, count, head, H, C, READ, EMPTY=1.0)
         else:
-            row = tl.sum(g_q * t_q.to(tl.float32), 1) * scale
+            row = tl.sum(g_q * t_q.to(tl.float32), 1)
         tl.store(d_read + at, row, mask=rows < count)
     if WRITE:
         if DECAY == "channel" and not EXACT:
