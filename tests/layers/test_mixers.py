@@ -16,7 +16,7 @@ from headmax.layers.mixers import RecurrentMixer
 from headmax.layers.norm import OutputNorm
 from headmax.layers.rotary import Rotary, RotarySettings, rotate
 from headmax.layers.short_conv import ShortConvolution
-from headmax.ops import registry
+from headmax.ops import linear_attention, registry
 from headmax.ops.spec import distance
 
 RECURRENT = [name for name in MIXERS if name != "attention"]
@@ -379,3 +379,22 @@ def test_a_training_graph_joins_products_and_computes_the_same(name: str, option
         assert distance(a, e) <= 1e-10
     found = [node for node in counter.graphs[0].graph.nodes if node.target is torch._C._nn.linear]
     assert len(found) == products
+
+
+def test_the_first_token_reads_the_sign_of_its_own_score() -> None:
+    """It has only itself to read, o = (q·k) v, and the norm divides all but the sign out: hence peaks of the gradient near q·k = 0."""
+    norm = OutputNorm("head", num_heads=1, head_dim=8, eps=1e-6).double()
+    torch.manual_seed(0)
+    v, target = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64)
+
+    def read(score: float) -> tuple[torch.Tensor, float]:
+        q = torch.tensor([score, 0.0], dtype=torch.float64).view(1, 1, 1, 2).requires_grad_()
+        o, _ = linear_attention(q, torch.tensor([[[[1.0, 0.0]]]], dtype=torch.float64), v, scale=1.0)
+        normed = norm(o)
+        (gradient,) = torch.autograd.grad((normed * target).sum(), q)
+        return normed.detach(), float(gradient.norm())
+
+    above, below, near = (read(score) for score in (0.1, -0.1, 0.0))
+    torch.testing.assert_close(above[0], -below[0])
+    torch.testing.assert_close(above[0], read(1.0)[0], rtol=1e-3, atol=0.0)
+    assert near[1] > 1e4 * above[1]
