@@ -258,7 +258,7 @@ def encoders_of(folder: Path) -> list[int]:
 
 def kill_and_go_on(tmp_path: Path, kills: int, seed: int) -> None:
     """Real processes, real kills, each at a moment of its own after at least one more shard; the result is that of no kill."""
-    config = PrepareConfig((str(write(tmp_path / "a.jsonl.xz", documents(400))),), valid_fraction=0.05, shard_tokens=5000)
+    config = PrepareConfig((str(write(tmp_path / "a.jsonl.xz", documents(200 * kills))),), valid_fraction=0.05, shard_tokens=5000)
     code = "import sys, pathlib, headmax.data.prepare as module; from headmax.data.prepare import *; module.BLOCK = 5000;"
     code += f"prepare(PrepareConfig({config.inputs}, valid_fraction=0.05, shard_tokens=5000), pathlib.Path(sys.argv[1]), workers=2)"
     draw, out = random.Random(seed), tmp_path / "killed"
@@ -280,7 +280,7 @@ def kill_and_go_on(tmp_path: Path, kills: int, seed: int) -> None:
     assert not encoders_of(out), "encoding processes outlive their parent"
     for folder in (out, tmp_path / "undisturbed"):
         prepare(config, folder, workers=2)
-    assert verify(out).documents("train") + verify(out).documents("valid") == 400
+    assert verify(out).documents("train") + verify(out).documents("valid") == 200 * kills
     assert contents(out) == contents(tmp_path / "undisturbed")
 
 
