@@ -74,6 +74,16 @@ def test_gates_near_zero_have_their_gradients(name: str) -> None:
 
 
 @here
+def test_decays_in_bfloat16_get_their_gradient_so() -> None:
+    inputs = inputs_of("gla", BOTH, torch.bfloat16)
+    inputs["log_decay"] = inputs["log_decay"].bfloat16()
+    expected, found = SPECS["gla"].oracle(inputs), run(SPECS["gla"], inputs, "triton")
+    assert found["d_log_decay"].dtype == torch.bfloat16
+    for key, x in found.items():
+        assert distance(x, expected[key]) <= 1e-2, key
+
+
+@here
 @pytest.mark.parametrize("name", SPECS)
 def test_outputs_are_written_everywhere(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is poisoned with NaN before the kernels run; nothing of it may show."""

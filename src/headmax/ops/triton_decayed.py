@@ -439,8 +439,9 @@ def query_key_gradients(
     gates = {"READ": read_gate is not None, "WRITE": write_gate is not None}
     d_gates = q.new_empty(sum(gates.values()), parts, *q.shape[:3], dtype=torch.float32)
     d_read, d_write = d_gates[:1], d_gates[-1:]
-    shape = (0,) if not decay_gradient else q.shape if kind == "channel" else (parts, *q.shape[:3])
-    d_decay = q.new_empty(shape, dtype=torch.float32)
+    d_decay = q.new_empty((parts, *q.shape[:3]) if decay_gradient else (0,), dtype=torch.float32)
+    if log_decay is not None and decay_gradient and kind == "channel":
+        d_decay = torch.empty_like(log_decay)
     for exact in (False, True) if kind == "channel" else (False,):
         query_key_gradients_kernel[(parts * layout.chunks * q.shape[2],)](
             q, k, v, d_o, log_decay, prepared.sums, read_gate, write_gate, prepared.reading, prepared.writing, states, d_states,
@@ -497,7 +498,9 @@ def _backward(
 def _(d_o, d_final, q, k, v, log_decay, read_gate, write_gate, scale, initial, table, starts, decay_gradient):
     _, parts = gradient_tiles(q, v, decay_kind(log_decay))
     d_gates = q.new_empty((read_gate is not None) + (write_gate is not None), parts, *q.shape[:3], dtype=torch.float32)
-    d_decay = torch.empty_like(log_decay, dtype=torch.float32) if decay_gradient else q.new_empty(0, dtype=torch.float32)
+    d_decay = q.new_empty(0, dtype=torch.float32)
+    if decay_gradient:
+        d_decay = torch.empty_like(log_decay, dtype=log_decay.dtype if log_decay.ndim == 4 else torch.float32)
     return [torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), d_decay, d_gates, torch.empty_like(d_final)]
 
 
