@@ -28,22 +28,37 @@ def assert_bit_identical(name: str, inputs: dict, expected: dict[str, torch.Tens
         assert torch.equal(x, expected[key]), key
 
 
+def cut_into_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    from headmax.ops import triton_common, triton_decayed
+    from headmax.ops.gated_delta_rule import triton_chunk
+
+    monkeypatch.setattr(triton_common, "MIN_SEGMENT", 1)
+    monkeypatch.setattr(triton_decayed, "processors", lambda device: 6)
+    monkeypatch.setattr(triton_chunk, "processors", lambda device: 6)
+
+
 @here
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("lengths", [None, (70, 230)], ids=["rows", "packed"])
 def test_segments_of_a_long_sequence_change_nothing(name: str, lengths: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from headmax.ops import triton_common, triton_decayed
-    from headmax.ops.gated_delta_rule import triton_chunk
-
     case = Case(time=300, heads=1, key=20, value=24, gates="both", initial_state=True, lengths=lengths)
     inputs = inputs_of(name, case)
     whole = run(SPECS[name], inputs, "triton")
-    monkeypatch.setattr(triton_common, "MIN_SEGMENT", 1)
-    monkeypatch.setattr(triton_decayed, "processors", lambda device: 6)
-    monkeypatch.setattr(triton_chunk, "processors", lambda device: 6)
+    cut_into_segments(monkeypatch)
     cut = run(SPECS[name], inputs, "triton")
     for key, x in cut.items():
         assert distance(x, whole[key]) <= 1e-5, key
+
+
+@here
+@pytest.mark.parametrize("lengths", [None, (130, 470)], ids=["rows", "packed"])
+def test_segments_of_long_chunks(lengths: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(time=600, heads=1, key=136, value=24, decay="head", gates="both", initial_state=True, lengths=lengths)
+    inputs = inputs_of("linear_attention", case, torch.bfloat16)
+    cut_into_segments(monkeypatch)
+    expected = SPECS["linear_attention"].oracle(inputs)
+    for key, x in run(SPECS["linear_attention"], inputs, "triton").items():
+        assert distance(x, expected[key]) <= 1e-2, key
 
 
 @here

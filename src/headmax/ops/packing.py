@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 CHUNK = 64
-"""Tokens per chunk, in every chunked backend."""
+"""Tokens per chunk, in every chunked backend but for LONG_CHUNK."""
 LONG_CHUNK = 128
-"""Tokens per chunk in kernels for wide heads, whose state is so large that it had better be stored half as often."""
+"""Tokens per chunk in linear attention's kernels for wide heads, whose state is so large that it had better be stored half as often."""
 TABLES = ("slot_tokens", "token_slots", "chunk_table", "chunk_starts", "long_chunk_table", "long_chunk_starts")
 DEVICE_TABLES = ("cu_seqlens", "sequence_ids", "positions", *TABLES)
 

@@ -481,8 +481,12 @@ def _(q, k, v, log_decay, read_gate, write_gate, scale, initial, table, starts):
 def _backward(
     d_o: Tensor, d_final: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, read_gate: Tensor | None,
     write_gate: Tensor | None, scale: float, initial: Tensor | None, table: Tensor | None, starts: Tensor | None, decay_gradient: bool,
+    parts: int,
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of q, k, v, log_decay (an empty tensor if it has none), the gates there are [gates, parts, B, T, H], initial."""
+    """Gradients of q, k, v, log_decay (an empty tensor if it has none), the gates there are [gates, parts, B, T, H], initial.
+
+    `parts` follows from the table of block shapes; as an argument it tells graphs compiled for one table from those for another.
+    """
     layout, d_o = Layout(q.shape[0], q.shape[1], table, starts, chunk_tokens(q, log_decay)), d_o.contiguous()
     prepared = prepare(q, k, log_decay, read_gate, write_gate, scale, layout)
     states, _ = scan(prepared.writing, v, prepared.whole, prepared.mild, initial, layout)
@@ -495,8 +499,7 @@ def _backward(
 
 
 @_backward.register_fake
-def _(d_o, d_final, q, k, v, log_decay, read_gate, write_gate, scale, initial, table, starts, decay_gradient):
-    _, parts = gradient_tiles(q, v, decay_kind(log_decay))
+def _(d_o, d_final, q, k, v, log_decay, read_gate, write_gate, scale, initial, table, starts, decay_gradient, parts):
     d_gates = q.new_empty((read_gate is not None) + (write_gate is not None), parts, *q.shape[:3], dtype=torch.float32)
     d_decay = q.new_empty(0, dtype=torch.float32)
     if decay_gradient:
@@ -514,7 +517,8 @@ def _gradient(ctx, d_o, d_final):
     q, k, v, log_decay, read_gate, write_gate, initial, table, starts = ctx.saved_tensors
     decay_gradient = log_decay is not None and ctx.needs_input_grad[3]
     d_q, d_k, d_v, d_decay, d_gates, d_initial = _backward(
-        d_o, d_final, q, k, v, log_decay, read_gate, write_gate, ctx.scale, initial, table, starts, decay_gradient
+        *(d_o, d_final, q, k, v, log_decay, read_gate, write_gate, ctx.scale, initial, table, starts, decay_gradient),
+        parts=gradient_tiles(q, v, decay_kind(log_decay))[1],
     )
     gates = iter(summed(d_gates))
     rows = [None if x is None else next(gates).to(x.dtype) for x in (read_gate, write_gate)]

@@ -60,11 +60,8 @@ class GatedLinearAttention(RecurrentMixer):
         self, q: Tensor, k: Tensor, v: Tensor, side: Sequence[Tensor], positions: Tensor | Rotary | None, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
         decay = self.decay_up_proj(side[0]).unflatten(-1, (self.num_heads, self.head_k_dim))
-        return gla(self.feature_map(q), self.feature_map(k), v, recomputed(self.log_decay, decay), **options)
-
-    def log_decay(self, decay: Tensor) -> Tensor:
-        """In the dtype of its input, which has no more digits to give; kernels sum it in float32."""
-        return (F.logsigmoid(decay.to(compute_dtype(decay.dtype))) / self.decay_normalizer).to(decay.dtype)
+        log_decay = recomputed(lambda decay: F.logsigmoid(decay.to(compute_dtype(q.dtype))) / self.decay_normalizer, decay)
+        return gla(self.feature_map(q), self.feature_map(k), v, log_decay, **options)
 
     def step_terms(self) -> StepTerms:
         up = self.decay_up_proj

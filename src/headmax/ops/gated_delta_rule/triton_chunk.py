@@ -381,9 +381,12 @@ def _(q, k, v, log_decay, beta, read_gate, write_gate, scale, initial, table, st
 @on_its_device
 def _backward(
     d_o: Tensor, d_final: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, read_gate: Tensor | None,
-    write_gate: Tensor | None, scale: float, initial: Tensor | None, table: Tensor | None, starts: Tensor | None,
+    write_gate: Tensor | None, scale: float, initial: Tensor | None, table: Tensor | None, starts: Tensor | None, parts: int,
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of q, k, v, log_decay, beta, read_gate [0 or 1, parts, B, T, H], write_gate (an empty tensor if there is none), initial."""
+    """Gradients of q, k, v, log_decay, beta, read_gate [0 or 1, parts, B, T, H], write_gate (an empty tensor if there is none), initial.
+
+    On `parts` see triton_decayed.
+    """
     layout, d_o, d_final = Layout(q.shape[0], q.shape[1], table, starts), d_o.contiguous(), d_final.contiguous()
     prepared = prepare(q, k, log_decay, read_gate, None, scale, layout)
     written = writes(k, v, log_decay, beta, write_gate, layout)
@@ -404,8 +407,7 @@ def _backward(
 
 
 @_backward.register_fake
-def _(d_o, d_final, q, k, v, log_decay, beta, read_gate, write_gate, scale, initial, table, starts):
-    _, parts = gradient_tiles(q, v, "token")
+def _(d_o, d_final, q, k, v, log_decay, beta, read_gate, write_gate, scale, initial, table, starts, parts):
     d_read = q.new_empty(0 if read_gate is None else 1, parts, *q.shape[:3], dtype=torch.float32)
     d_write = q.new_empty(0 if write_gate is None else write_gate.shape, dtype=torch.float32)
     rows = [torch.empty_like(x, dtype=torch.float32) for x in (log_decay, beta)]
@@ -420,7 +422,8 @@ def _save(ctx, inputs, output) -> None:
 
 def _gradient(ctx, d_o, d_final):
     *inputs, initial, table, starts = ctx.saved_tensors
-    d_q, d_k, d_v, d_decay, d_beta, d_read, d_write, d_initial = _backward(d_o, d_final, *inputs, ctx.scale, initial, table, starts)
+    _, parts = gradient_tiles(inputs[0], inputs[2], "token")
+    d_q, d_k, d_v, d_decay, d_beta, d_read, d_write, d_initial = _backward(d_o, d_final, *inputs, ctx.scale, initial, table, starts, parts)
     rows = d_decay, d_beta, None if inputs[5] is None else summed(d_read)[0], d_write
     rows = [None if x is None else g.to(x.dtype) for x, g in zip(inputs[3:], rows, strict=True)]
     return d_q, d_k, d_v, *rows, None, None if initial is None else d_initial.to(initial.dtype), None, None
