@@ -423,19 +423,14 @@ def combine(keys: Tensor, scores: Tensor, values: Tensor, states: Tensor | None,
     return result
 
 
-def gradient_tiles(q: Tensor, v: Tensor, kind: str) -> tuple[dict[str, int], int]:
-    """How `query_key_gradients_kernel` is cut, and into how many parts that cuts the gates' gradients."""
-    tiles = tile_arguments("query_key_gradients" + "_channel" * (kind == "channel"), q, q.shape[3], v.shape[3])
-    return tiles, triton.cdiv(q.shape[3], tiles["BK"])
-
-
 def query_key_gradients(
     q: Tensor, k: Tensor, v: Tensor, d_o: Tensor, log_decay: Tensor | None, read_gate: Tensor | None, write_gate: Tensor | None,
     scale: float, prepared: Prepared, states: Tensor, d_states: Tensor, layout: Layout, decay_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """d_q, d_k, the gradient of log_decay, empty if it has none, and those of the gates there are, each in parts yet to be summed."""
+    """d_q, d_k, the gradient of log_decay, empty if it has none, and those of the gates there are [gates, B, T, H]."""
     d_q, d_k, kind = torch.empty_like(q), torch.empty_like(k), decay_kind(log_decay)
-    tiles, parts = gradient_tiles(q, v, kind)
+    tiles = tile_arguments("query_key_gradients" + "_channel" * (kind == "channel"), q, q.shape[3], v.shape[3])
+    parts = triton.cdiv(q.shape[3], tiles["BK"])
     gates = {"READ": read_gate is not None, "WRITE": write_gate is not None}
     d_gates = q.new_empty(sum(gates.values()), parts, *q.shape[:3], dtype=torch.float32)
     d_read, d_write = d_gates[:1], d_gates[-1:]
@@ -450,12 +445,7 @@ def query_key_gradients(
         )  # fmt: skip
     if decay_gradient and kind != "channel":
         d_decay = d_decay.sum((0, 1, 2) if kind == "head" else 0)
-    return d_q, d_k, d_decay, d_gates
-
-
-def summed(parts: Tensor) -> Tensor:
-    """[gates, parts, ...] to [gates, ...], outside of the operator, where a compiler fuses it."""
-    return parts.sum(1) if parts.shape[1] > 1 else parts[:, 0]
+    return d_q, d_k, d_decay, d_gates.sum(1) if parts > 1 else d_gates[:, 0]
 
 
 @torch.library.custom_op("headmax::decayed_attention", mutates_args=())
@@ -481,12 +471,8 @@ def _(q, k, v, log_decay, read_gate, write_gate, scale, initial, table, starts):
 def _backward(
     d_o: Tensor, d_final: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, read_gate: Tensor | None,
     write_gate: Tensor | None, scale: float, initial: Tensor | None, table: Tensor | None, starts: Tensor | None, decay_gradient: bool,
-    parts: int,
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of q, k, v, log_decay (an empty tensor if it has none), the gates there are [gates, parts, B, T, H], initial.
-
-    `parts` follows from the table of block shapes; as an argument it tells graphs compiled for one table from those for another.
-    """
+    """Gradients of q, k, v, log_decay (an empty tensor if it has none), the gates there are [gates, B, T, H], initial."""
     layout, d_o = Layout(q.shape[0], q.shape[1], table, starts, chunk_tokens(q, log_decay)), d_o.contiguous()
     prepared = prepare(q, k, log_decay, read_gate, write_gate, scale, layout)
     states, _ = scan(prepared.writing, v, prepared.whole, prepared.mild, initial, layout)
@@ -499,8 +485,8 @@ def _backward(
 
 
 @_backward.register_fake
-def _(d_o, d_final, q, k, v, log_decay, read_gate, write_gate, scale, initial, table, starts, decay_gradient, parts):
-    d_gates = q.new_empty((read_gate is not None) + (write_gate is not None), parts, *q.shape[:3], dtype=torch.float32)
+def _(d_o, d_final, q, k, v, log_decay, read_gate, write_gate, scale, initial, table, starts, decay_gradient):
+    d_gates = q.new_empty((read_gate is not None) + (write_gate is not None), *q.shape[:3], dtype=torch.float32)
     d_decay = q.new_empty(0, dtype=torch.float32)
     if decay_gradient:
         d_decay = torch.empty_like(log_decay, dtype=log_decay.dtype if log_decay.ndim == 4 else torch.float32)
@@ -517,10 +503,9 @@ def _gradient(ctx, d_o, d_final):
     q, k, v, log_decay, read_gate, write_gate, initial, table, starts = ctx.saved_tensors
     decay_gradient = log_decay is not None and ctx.needs_input_grad[3]
     d_q, d_k, d_v, d_decay, d_gates, d_initial = _backward(
-        *(d_o, d_final, q, k, v, log_decay, read_gate, write_gate, ctx.scale, initial, table, starts, decay_gradient),
-        parts=gradient_tiles(q, v, decay_kind(log_decay))[1],
+        d_o, d_final, q, k, v, log_decay, read_gate, write_gate, ctx.scale, initial, table, starts, decay_gradient
     )
-    gates = iter(summed(d_gates))
+    gates = iter(d_gates)
     rows = [None if x is None else next(gates).to(x.dtype) for x in (read_gate, write_gate)]
     d_decay = d_decay.to(log_decay.dtype) if decay_gradient else None
     return d_q, d_k, d_v, d_decay, *rows, None, None if initial is None else d_initial.to(initial.dtype), None, None

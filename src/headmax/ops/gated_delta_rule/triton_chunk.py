@@ -30,17 +30,7 @@ from headmax.ops.triton_common import (
     state_tile,
     tile,
 )
-from headmax.ops.triton_decayed import (
-    Prepared,
-    combine,
-    gradient_tiles,
-    load_decays,
-    prepare,
-    query_key_gradients,
-    scaled,
-    shape_arguments,
-    summed,
-)
+from headmax.ops.triton_decayed import Prepared, combine, load_decays, prepare, query_key_gradients, scaled, shape_arguments
 from headmax.ops.triton_tiles import processors, tile_arguments
 
 
@@ -381,19 +371,16 @@ def _(q, k, v, log_decay, beta, read_gate, write_gate, scale, initial, table, st
 @on_its_device
 def _backward(
     d_o: Tensor, d_final: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, read_gate: Tensor | None,
-    write_gate: Tensor | None, scale: float, initial: Tensor | None, table: Tensor | None, starts: Tensor | None, parts: int,
+    write_gate: Tensor | None, scale: float, initial: Tensor | None, table: Tensor | None, starts: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of q, k, v, log_decay, beta, read_gate [0 or 1, parts, B, T, H], write_gate (an empty tensor if there is none), initial.
-
-    On `parts` see triton_decayed.
-    """
+    """Gradients of q, k, v, log_decay, beta, read_gate, write_gate, initial; an empty tensor where there is none."""
     layout, d_o, d_final = Layout(q.shape[0], q.shape[1], table, starts), d_o.contiguous(), d_final.contiguous()
     prepared = prepare(q, k, log_decay, read_gate, None, scale, layout)
     written = writes(k, v, log_decay, beta, write_gate, layout)
     states, u, _, turns = delta_scan(prepared, written, initial, layout)
     d_u = combine(prepared.writing, prepared.scores, d_o, None, layout, transposed=True)
     d_states, d_initial = delta_scan_back(prepared, written, turns, d_o, d_u, d_final, layout)
-    d_q, d_k, d_decay, d_read = query_key_gradients(
+    d_q, d_k, d_decay, d_gates = query_key_gradients(
         q, k, u, d_o, log_decay, read_gate, None, scale, prepared, states, d_states, layout, decay_gradient=True
     )
     d_v, d_beta = torch.empty_like(v), torch.empty_like(beta, dtype=torch.float32)
@@ -403,15 +390,15 @@ def _backward(
         **shape_arguments(q, layout), V=v.shape[3], DECAY="token", WRITE=write_gate is not None,
         **tile_arguments("delta_write_gradients", q, q.shape[3], v.shape[3]),
     )  # fmt: skip
+    d_read = q.new_empty(0, dtype=torch.float32) if read_gate is None else d_gates[0]
     return [d_q, d_k, d_v, d_decay, d_beta, d_read, d_write, d_initial]
 
 
 @_backward.register_fake
-def _(d_o, d_final, q, k, v, log_decay, beta, read_gate, write_gate, scale, initial, table, starts, parts):
-    d_read = q.new_empty(0 if read_gate is None else 1, parts, *q.shape[:3], dtype=torch.float32)
-    d_write = q.new_empty(0 if write_gate is None else write_gate.shape, dtype=torch.float32)
-    rows = [torch.empty_like(x, dtype=torch.float32) for x in (log_decay, beta)]
-    return [torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), *rows, d_read, d_write, torch.empty_like(d_final)]
+def _(d_o, d_final, q, k, v, log_decay, beta, read_gate, write_gate, scale, initial, table, starts):
+    nothing = q.new_empty(0, dtype=torch.float32)
+    rows = [torch.empty_like(x, dtype=torch.float32) if x is not None else nothing for x in (log_decay, beta, read_gate, write_gate)]
+    return [torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), *rows, torch.empty_like(d_final)]
 
 
 def _save(ctx, inputs, output) -> None:
@@ -422,9 +409,7 @@ def _save(ctx, inputs, output) -> None:
 
 def _gradient(ctx, d_o, d_final):
     *inputs, initial, table, starts = ctx.saved_tensors
-    _, parts = gradient_tiles(inputs[0], inputs[2], "token")
-    d_q, d_k, d_v, d_decay, d_beta, d_read, d_write, d_initial = _backward(d_o, d_final, *inputs, ctx.scale, initial, table, starts, parts)
-    rows = d_decay, d_beta, None if inputs[5] is None else summed(d_read)[0], d_write
+    d_q, d_k, d_v, *rows, d_initial = _backward(d_o, d_final, *inputs, ctx.scale, initial, table, starts)
     rows = [None if x is None else g.to(x.dtype) for x, g in zip(inputs[3:], rows, strict=True)]
     return d_q, d_k, d_v, *rows, None, None if initial is None else d_initial.to(initial.dtype), None, None
 
