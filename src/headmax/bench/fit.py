@@ -61,7 +61,7 @@ def compile_only(capability: int) -> dict[str, int]:
     registry.Lazy.unavailable = lambda *_: None  # type: ignore[method-assign]
     triton_block.unfit = lambda _: None  # type: ignore[assignment]
     entry = max(size for size in map(int, triton_tiles.TABLE) if size <= SHARED[capability])
-    triton_tiles.find_entry = triton_tiles.entry_for = lambda _: str(entry)  # type: ignore[assignment]
+    triton_tiles.entry_for = lambda _: str(entry)  # type: ignore[assignment]
     triton_decayed.processors = triton_chunk.processors = many_processors  # type: ignore[assignment]
     return found
 

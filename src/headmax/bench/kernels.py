@@ -117,7 +117,8 @@ def measure(
     for contender in contenders:
         step = Steps(contender, case, dtype, device)
         try:
-            step.forward(), step.both()  # a peer that tunes itself once does so on what is timed, not on the short check
+            step.forward()  # a peer that tunes itself once does so on what is timed, not on the short check
+            step.both()
             off = error(contender, case, dtype, device)
         except RuntimeError as refused:
             if contender.impl == "headmax":

@@ -36,18 +36,15 @@ def shared_memory(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin // 1024  # type: ignore[attr-defined]
 
 
-def find_entry(device: torch.device) -> str:
+def entry_for(device: torch.device) -> str:
     """The entry for the largest shared memory that this GPU has too; the largest of all where kernels are interpreted."""
     return str(max(size for size in map(int, TABLE) if device.type != "cuda" or size <= shared_memory(device)))
-
-
-entry_for = functools.cache(find_entry)
 
 
 def chunk_length(x: Tensor, key: int) -> int:
     """Tokens of a chunk for heads of this width: LONG_CHUNK where tiles of it fit and the state is large."""
     wide = x.element_size() < 4 and width_class(key) == "wide"
-    return LONG_CHUNK if wide and TABLE[find_entry(x.device)]["long chunks"] else CHUNK  # traced by compilers, which see no caches
+    return LONG_CHUNK if wide and TABLE[entry_for(x.device)]["long chunks"] else CHUNK
 
 
 def tile_width(width: int, most: int) -> int:
