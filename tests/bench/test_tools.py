@@ -1,5 +1,6 @@
 """The tools a measurement is made with."""
 
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -12,9 +13,12 @@ from headmax.records import Record, Recorder
 
 
 def test_pairs_give_a_ratio_and_its_interval() -> None:
-    ratio, half = paired([1.01, 1.03, 1.02, 1.02], [1.0, 1.0, 1.0, 1.0])
-    assert ratio == pytest.approx(1.02)
-    assert half == pytest.approx(1.96 * 0.00816 / 2, rel=1e-2)
+    """A median's interval is between ranks of binomial tails; one slow spell moves neither."""
+    times = [1 + n / 1000 for n in range(24)]
+    ratio, interval = paired([*times[:-1], 9.0], [1.0] * 24)
+    assert ratio == pytest.approx(1.0115)
+    assert interval == pytest.approx([1.006, 1.017])  # the 7th smallest and the 7th largest: 97.7% of fair coins
+    assert paired([1.0, 2.0], [1.0, 1.0])[1] == [-math.inf, math.inf]
 
 
 def steps(fate: str) -> Iterator[Record]:

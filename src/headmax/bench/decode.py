@@ -132,9 +132,9 @@ def latencies(plan: Plan, contenders: dict[str, Contender], make: Recorder, band
             if plan.device == "cuda":
                 yield make(case, "headmax", "memory", (contender.own + grown) / 2**30, "GiB")
         if set(contenders) == {"plain", "softmax"}:
-            ratio, half = paired(times["softmax"], times["plain"])
+            ratio, interval = paired(times["softmax"], times["plain"])
             case = f"{plan.recipe} batch {batch} context {context}"
-            yield make(case, "headmax", "softmax over plain/latency", ratio, "ratio", interval=[ratio - half, ratio + half])
+            yield make(case, "headmax", "softmax over plain/latency", ratio, "ratio", interval=interval)
 
 
 def generations(plan: Plan, contenders: dict[str, Contender], make: Recorder) -> Iterator[Record]:

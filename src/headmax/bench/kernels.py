@@ -148,10 +148,8 @@ def measure(
     if gates:
         gated = Steps(ours(op), replace(case, gates="both"), dtype, device)
         pairs = interleaved({"gated": gated.both, "plain": steps["headmax"].both}, device, max(50, rounds), warmup=3)
-        ratio, half = paired(pairs["gated"], pairs["plain"])
-        yield make(
-            name, "headmax", f"{op}/gated over plain", ratio, "ratio", pairs=len(pairs["plain"]), interval=[ratio - half, ratio + half]
-        )
+        ratio, interval = paired(pairs["gated"], pairs["plain"])
+        yield make(name, "headmax", f"{op}/gated over plain", ratio, "ratio", pairs=len(pairs["plain"]), interval=interval)
     for time in lengths:
         longer = replace(case, time=time)
         step = Steps(ours(op), longer, dtype, device)

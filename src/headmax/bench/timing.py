@@ -17,12 +17,12 @@ AHEAD = 4_000_000
 """Clock cycles (about 2 ms) a GPU is kept waiting, so that the launches of what is timed queue up: its time, not Python's."""
 
 
-def seconds(function: Callable[[], object], device: torch.device) -> float:
+def seconds(function: Callable[[], object], device: torch.device, ahead: int = AHEAD) -> float:
     """One call, by device events on a GPU and by the wall clock elsewhere."""
     if device.type == "cuda":
         with torch.cuda.device(device):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            torch.cuda._sleep(AHEAD)
+            torch.cuda._sleep(ahead)
             start.record()
             function()
             end.record()
@@ -47,11 +47,14 @@ def interleaved(
     return times
 
 
-def paired(times: Sequence[float], base: Sequence[float]) -> tuple[float, float]:
-    """Mean of times / base over interleaved pairs, and the half-width of its 95% interval."""
-    ratios = [a / b for a, b in zip(times, base, strict=True)]
-    spread = statistics.stdev(ratios) if len(ratios) > 1 else math.inf
-    return statistics.mean(ratios), 1.96 * spread / math.sqrt(len(ratios))
+def paired(times: Sequence[float], base: Sequence[float]) -> tuple[float, list[float]]:
+    """Median of times / base over interleaved pairs, and its 95% interval: the ranks that a fair coin leaves around the middle.
+
+    A pause of the machine, which meets one of a pair, moves a mean but not these.
+    """
+    ratios = sorted(a / b for a, b in zip(times, base, strict=True))
+    rank = math.floor((len(ratios) - 1.96 * math.sqrt(len(ratios))) / 2)
+    return statistics.median(ratios), [ratios[rank - 1], ratios[-rank]] if rank > 0 else [-math.inf, math.inf]
 
 
 @dataclass(frozen=True)

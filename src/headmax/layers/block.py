@@ -36,9 +36,11 @@ class Block(GradientCheckpointingLayer):
         positions: Tensor | Rotary | None = None,
         packing: Packing | None = None,
         mask: Tensor | None = None,
+        return_gates: bool = False,
     ) -> MixerOutput:
+        """As the mixer's; gates only if asked for, since what a compiled block returns has a gradient to be filled with zeros."""
         mixed, state, gates = self.mixer(
             self.mixer_norm(x), state=state, return_state=return_state, positions=positions, packing=packing, mask=mask
         )
         x = x + mixed
-        return MixerOutput(x + self.mlp(self.mlp_norm(x)), state, gates)
+        return MixerOutput(x + self.mlp(self.mlp_norm(x)), state, gates if return_gates else None)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from headmax.layers.initialized import Initialized
 from headmax.ops import head_gate
 from headmax.ops.checks import compute_dtype
+from headmax.ops.head_gate.reference import normalized
 from headmax.ops.registry import beside, suggest
 
 Source = Literal["head", "hidden_heads", "hidden"]
@@ -136,13 +137,13 @@ class HeadGate(Initialized):
     def _gate(self, heads: Tensor, x: Tensor, weight: Tensor | None, score: Tensor | None, backend: str) -> Tensor:
         if weight is None:
             return x.new_full((*x.shape[:2], self.num_heads), self.scale / self.num_heads, dtype=compute_dtype(x.dtype))
+        kind: Literal["softmax", "sigmoid"] = "sigmoid" if self.kind == "sigmoid" else "softmax"
         if score is not None:
-            scored, weight = score.unsqueeze(-1), torch.ones_like(weight[:, :1])
-        elif self.source == "head":
+            return normalized(score.to(compute_dtype(score.dtype)), self.temperature, self.scale, kind)
+        if self.source == "head":
             scored = heads
         else:
             scored = x if self.source == "hidden" else x.unflatten(-1, (self.num_heads, -1))
-        kind: Literal["softmax", "sigmoid"] = "sigmoid" if self.kind == "sigmoid" else "softmax"
         return head_gate(scored, weight, self.temperature, self.scale, kind=kind, backend=beside(backend))
 
     def extra_repr(self) -> str:

@@ -198,6 +198,7 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
                 positions=positions[self.rotary[n]],
                 packing=packing,
                 mask=full_mask if attends else mask,
+                return_gates=return_gates,
             )
             if return_gates:
                 gates.append(gate)

@@ -63,6 +63,9 @@ def sums_kernel(
     chunk, head = tl.program_id(0) // H, tl.program_id(0) % H
     first, count = chunk_span(chunk, table, T, C, PACKED)
     index, lowest = chunk.to(tl.int64) * H + head, 0.0
+    read = row_values(read_gate, first, count, head, H, C, READ, EMPTY=1.0)
+    write = row_values(write_gate, first, count, head, H, C, WRITE, EMPTY=1.0)
+    least = tl.min(tl.minimum(tl.abs(read), tl.abs(write)), 0)
     for k_start in range(0, K, BK):
         p_g, inside = tile(log_decay, first, count, head, k_start, H, K, C, BK)
         p_s, in_s = tile(sums, first, count, head, k_start, H, K, C, BK)
@@ -71,9 +74,6 @@ def sums_kernel(
         total, columns = tl.sum(step, 0).to(tl.float32), k_start + tl.arange(0, BK)
         tl.store(whole + index * K + columns, total, mask=columns < K)
         lowest = tl.minimum(lowest, tl.min(total, 0))
-    read = row_values(read_gate, first, count, head, H, C, READ, EMPTY=1.0)
-    write = row_values(write_gate, first, count, head, H, C, WRITE, EMPTY=1.0)
-    least = tl.min(tl.minimum(tl.abs(read), tl.abs(write)), 0)
     tl.store(mild + index, tl.where((lowest > -MILD) & (least > SMALL_GATE), 1, 0))
 
 
@@ -89,8 +89,8 @@ def channel_decays(
     sums, first, count, head, k_start, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, EXACT: tl.constexpr
 ):
     """What the tokens of a chunk read and write through [C, BK]."""
-    rows = tl.arange(0, C)
-    b, last = sums_at(sums, rows, first, count, head, k_start, H, K, BK), sums_at(sums, rows * 0 + C, first, count, head, k_start, H, K, BK)
+    b = sums_at(sums, tl.arange(0, C), first, count, head, k_start, H, K, BK)
+    last = sums_at(sums, tl.arange(0, 1) + C, first, count, head, k_start, H, K, BK)
     if EXACT:
         return tl.exp(b.to(tl.float32)), tl.exp((last - b).to(tl.float32))
     else:

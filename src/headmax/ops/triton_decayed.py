@@ -44,6 +44,9 @@ from headmax.ops.triton_common import (
 )
 from headmax.ops.triton_tiles import chunk_length, processors, tile_arguments
 
+SHORT = tl.constexpr(CHUNK)
+"""Tokens of a chunk that is not long."""
+
 
 @triton.jit
 def prepare_kernel(
@@ -55,11 +58,11 @@ def prepare_kernel(
     chunk, head = tl.program_id(0), tl.program_id(1)
     first, count = chunk_span(chunk, table, T, C, PACKED)
     index = chunk.to(tl.int64) * H + head
+    read = row_values(read_gate, first, count, head, H, C, READ)[:, None] * scale
+    write = row_values(write_gate, first, count, head, H, C, WRITE)[:, None]
     if DECAY == "channel":
         if (tl.load(mild + index) != 0) == EXACT:
             return
-    read = row_values(read_gate, first, count, head, H, C, READ)[:, None] * scale
-    write = row_values(write_gate, first, count, head, H, C, WRITE)[:, None]
     products = tl.zeros([C, C], tl.float32)
     if DECAY != "channel":
         d, from_start, to_end, total = decay_matrix(log_decay, first, count, head, H, C, DECAY)
@@ -226,96 +229,119 @@ def combine_kernel(
 @triton.jit
 def query_key_gradients_kernel(
     q, k, v, d_o, log_decay, sums, read_gate, write_gate, reading, writing, states, d_states, whole, mild, d_q, d_k, d_read, d_write,
-    d_decay, table, scale, T, tokens,
+    d_decay, table, scale, T,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     DECAY: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr, PACKED: tl.constexpr, DECAY_GRADIENT: tl.constexpr,
     EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """From d reading = dO S^T, d writing = V dS'^T and d scores = dO V^T back to q and k; the row sums are the gates' gradients."""
-    k_start, chunk, head = channel_block(H, K, BK)
-    k_block, index = k_start // BK, chunk.to(tl.int64) * H + head
+    """From d scores = dO V^T, d reading = dO S^T and d writing = V dS'^T back to q and k; the row sums are the gates' gradients."""
+    chunk, head = tl.program_id(0) // H, tl.program_id(0) % H
+    first, count = chunk_span(chunk, table, T, C, PACKED)
+    index, rows = chunk.to(tl.int64) * H + head, tl.arange(0, C)
+    LONG: tl.constexpr = C > SHORT
+    read = row_values(read_gate, first, count, head, H, C, READ, EMPTY=1.0)[:, None]
+    write = row_values(write_gate, first, count, head, H, C, WRITE, EMPTY=1.0)[:, None]
     if DECAY == "channel":
         if (tl.load(mild + index) != 0) == EXACT:
             return
-    first, count = chunk_span(chunk, table, T, C, PACKED)
-    rows = tl.arange(0, C)
-    g_q, g_k, scores = tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32), tl.zeros([C, C], tl.float32)
-    kept = tl.zeros([BK], tl.float32)
+    scores = tl.zeros([C, C], tl.float32)
     for v_start in range(0, V, BV):
         p_v, in_v = tile(v, first, count, head, v_start, H, V, C, BV)
         p_o, in_o = tile(d_o, first, count, head, v_start, H, V, C, BV)
-        p_s, in_s = state_tile(states, index, k_start, v_start, K, V, BK, BV)
-        p_d, in_d = state_tile(d_states, index, k_start, v_start, K, V, BK, BV)
         t_v, t_o = tl.load(p_v, mask=in_v, other=0.0), tl.load(p_o, mask=in_o, other=0.0)
-        t_s, t_d = tl.load(p_s, mask=in_s, other=0.0), tl.load(p_d, mask=in_d, other=0.0)
         scores += tl.dot(t_o, tl.trans(t_v), input_precision=PRECISION)
-        g_q += tl.dot(t_o, tl.trans(t_s), input_precision=PRECISION)
-        g_k += tl.dot(t_v, tl.trans(t_d), input_precision=PRECISION)
-        if DECAY_GRADIENT:
-            kept += tl.sum(t_s.to(tl.float32) * t_d.to(tl.float32), 1)
-    read = row_values(read_gate, first, count, head, H, C, READ)[:, None]
-    write = row_values(write_gate, first, count, head, H, C, WRITE)[:, None]
-    p_q, inside = tile(q, first, count, head, k_start, H, K, C, BK)
-    p_k, in_k = tile(k, first, count, head, k_start, H, K, C, BK)
-    t_q, t_k = tl.load(p_q, mask=inside, other=0.0), tl.load(p_k, mask=inside, other=0.0)
     if DECAY == "channel":
-        p_r, in_r = tile(reading, first, count, head, k_start, H, K, C, BK)
-        p_w, in_w = tile(writing, first, count, head, k_start, H, K, C, BK)
-        as_read, as_written = tl.load(p_r, mask=inside, other=0.0), tl.load(p_w, mask=inside, other=0.0)
         scores = tl.where(causal_mask(count, C), scores, 0.0)
-        leaves = tl.sum(g_k * as_written.to(tl.float32), 0)
-        if EXACT:
-            leaves += kept * tl.exp(load_decays(whole, index, k_start, K, BK, True))
-        else:  # in `each` the scores' share nearly cancels, which needs the very same rounded factors in both its terms
-            rounded = scores.to(as_read.dtype)
-            g_q += tl.dot(rounded, as_written, input_precision=PRECISION)
-            g_k += tl.dot(tl.trans(rounded), as_read, input_precision=PRECISION)
-            leaves += kept  # both states are scaled by exp(half) already
-        read_back, written_back = g_q * as_read.to(tl.float32), g_k * as_written.to(tl.float32)
-        each = read_back - written_back
-        if DECAY_GRADIENT and not EXACT:
-            p_g, in_g = tile(d_decay, first, count, head, k_start, H, K, C, BK)
-            tl.store(p_g, sums_from_the_end(each, C, PRECISION) + leaves[None, :], mask=inside)
-        reads, writes = channel_decays(sums, first, count, head, k_start, H, K, C, BK, EXACT)
-        g_q *= reads
-        g_k *= writes
-        if EXACT:
-            g_q, g_k, each = add_exact_score_gradients(
-                g_q, g_k, each, scores, q, k, read * scale, write, sums, first, count, head, k_start, H, K, C, BK, PRECISION
-            )
-            if DECAY_GRADIENT:
-                p_g, in_g = tile(d_decay, first, count, head, k_start, H, K, C, BK)
-                tl.store(p_g, sums_from_the_end(each, C, PRECISION) + leaves[None, :], mask=inside)
-        g_q *= scale
     else:
         d, from_start, to_end, total = decay_matrix(log_decay, first, count, head, H, C, DECAY)
         scores *= d * scale
-        g_q *= (from_start * scale)[:, None]
-        g_k *= to_end[:, None]
-        if DECAY_GRADIENT:
-            # a step at t scales what tokens from t on read of the state, what those before t write to it, the state, and the scores between
-            reads, writes = tl.sum(g_q * t_q.to(tl.float32) * read, 1), tl.sum(g_k * t_k.to(tl.float32) * write, 1)
-            between = scores * tl.dot(t_q, tl.trans(t_k), input_precision=PRECISION) * read * tl.trans(write)
-            moved = tl.cumsum(reads + tl.sum(between, 1) - tl.sum(between, 0) - writes, 0, reverse=True)
-            part = (k_block.to(tl.int64) * tokens + first + rows) * H + head
-            tl.store(d_decay + part, moved + tl.sum(writes, 0) + tl.exp(total) * tl.sum(kept, 0), mask=rows < count)
-        rounded = scores.to(t_q.dtype)
-        g_q += tl.dot(rounded, (t_k.to(tl.float32) * write).to(t_k.dtype), input_precision=PRECISION)
-        g_k += tl.dot(tl.trans(rounded), (t_q.to(tl.float32) * read).to(t_q.dtype), input_precision=PRECISION)
-    p_dq, in_dq = tile(d_q, first, count, head, k_start, H, K, C, BK)
-    p_dk, in_dk = tile(d_k, first, count, head, k_start, H, K, C, BK)
-    tl.store(p_dq, (g_q * read).to(d_q.dtype.element_ty), mask=inside)
-    tl.store(p_dk, (g_k * write).to(d_k.dtype.element_ty), mask=inside)
-    at = (k_block.to(tl.int64) * tokens + first + rows) * H + head
-    if DECAY == "channel" and not EXACT:  # spares loading q and k; a chunk with gates near 0 is EXACT
-        by_read = tl.sum(read_back, 1) / row_values(read_gate, first, count, head, H, C, READ, EMPTY=1.0)
-        by_write = tl.sum(written_back, 1) / row_values(write_gate, first, count, head, H, C, WRITE, EMPTY=1.0)
-    else:
-        by_read, by_write = tl.sum(g_q * t_q.to(tl.float32), 1), tl.sum(g_k * t_k.to(tl.float32), 1)
+    to_q, to_k = scores, scores
+    if DECAY != "channel" and not LONG:  # registers do not hold two of a long chunk's: there queries and keys are gated
+        if WRITE:
+            to_q = scores * tl.trans(write)
+        if READ:
+            to_k = scores * read
+    to_q, to_k = to_q.to(q.dtype.element_ty), to_k.to(q.dtype.element_ty)
+    by_read, by_write, moves, leaves = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32), tl.zeros([C], tl.float32), 0.0
+    for k_start in tl.range(0, K, BK, num_stages=1, disable_licm=True):
+        g_q, g_k, kept = tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32), tl.zeros([BK], tl.float32)
+        for v_start in range(0, V, BV):
+            p_v, in_v = tile(v, first, count, head, v_start, H, V, C, BV)
+            p_o, in_o = tile(d_o, first, count, head, v_start, H, V, C, BV)
+            p_s, in_s = state_tile(states, index, k_start, v_start, K, V, BK, BV)
+            p_d, in_d = state_tile(d_states, index, k_start, v_start, K, V, BK, BV)
+            t_v, t_o = tl.load(p_v, mask=in_v, other=0.0), tl.load(p_o, mask=in_o, other=0.0)
+            t_s, t_d = tl.load(p_s, mask=in_s, other=0.0), tl.load(p_d, mask=in_d, other=0.0)
+            g_q += tl.dot(t_o, tl.trans(t_s), input_precision=PRECISION)
+            g_k += tl.dot(t_v, tl.trans(t_d), input_precision=PRECISION)
+            if DECAY_GRADIENT:
+                kept += tl.sum(t_s.to(tl.float32) * t_d.to(tl.float32), 1)
+        p_q, inside = tile(q, first, count, head, k_start, H, K, C, BK)
+        p_k, in_k = tile(k, first, count, head, k_start, H, K, C, BK)
+        if DECAY == "channel":
+            p_r, in_r = tile(reading, first, count, head, k_start, H, K, C, BK)
+            p_w, in_w = tile(writing, first, count, head, k_start, H, K, C, BK)
+            as_read, as_written = tl.load(p_r, mask=inside, other=0.0), tl.load(p_w, mask=inside, other=0.0)
+            state_leaves = tl.sum(g_k * as_written.to(tl.float32), 0)
+            if EXACT:
+                state_leaves += kept * tl.exp(load_decays(whole, index, k_start, K, BK, True))
+            else:  # in `each` the scores' share nearly cancels, which needs the very same rounded factors in both its terms
+                g_q += tl.dot(to_q, as_written, input_precision=PRECISION)
+                g_k += tl.dot(tl.trans(to_k), as_read, input_precision=PRECISION)
+                state_leaves += kept  # both states are scaled by exp(half) already
+            read_back, written_back = g_q * as_read.to(tl.float32), g_k * as_written.to(tl.float32)
+            each = read_back - written_back
+            p_g, in_g = tile(d_decay, first, count, head, k_start, H, K, C, BK)
+            if not EXACT:
+                if DECAY_GRADIENT:
+                    tl.store(p_g, sums_from_the_end(each, C, PRECISION) + state_leaves[None, :], mask=inside)
+                by_read += tl.sum(read_back, 1)  # times the gate; a chunk with gates near 0 is EXACT
+                by_write += tl.sum(written_back, 1)
+            reads, writes = channel_decays(sums, first, count, head, k_start, H, K, C, BK, EXACT)
+            g_q *= reads
+            g_k *= writes
+            if EXACT:
+                g_q, g_k, each = add_exact_score_gradients(
+                    g_q, g_k, each, scores, q, k, read * scale, write, sums, first, count, head, k_start, H, K, C, BK, PRECISION
+                )
+                if DECAY_GRADIENT:
+                    tl.store(p_g, sums_from_the_end(each, C, PRECISION) + state_leaves[None, :], mask=inside)
+            g_q *= scale
+            if EXACT:
+                by_read += tl.sum(g_q * tl.load(p_q, mask=inside, other=0.0).to(tl.float32), 1)
+                by_write += tl.sum(g_k * tl.load(p_k, mask=inside, other=0.0).to(tl.float32), 1)
+        else:
+            t_q, t_k = tl.load(p_q, mask=inside, other=0.0), tl.load(p_k, mask=inside, other=0.0)
+            g_q *= (from_start * scale)[:, None]
+            g_k *= to_end[:, None]
+            if DECAY_GRADIENT:
+                # a step at t scales what tokens from t on read of the state, what those before t write to it, the state, and what
+                # passes between them
+                reads, writes = tl.sum(g_q * t_q.to(tl.float32) * read, 1), tl.sum(g_k * t_k.to(tl.float32) * write, 1)
+                between = scores * tl.dot(t_q, tl.trans(t_k), input_precision=PRECISION) * read * tl.trans(write)
+                moves += reads + tl.sum(between, 1) - tl.sum(between, 0) - writes
+                leaves += tl.sum(writes, 0) + tl.exp(total) * tl.sum(kept, 0)
+            gated_q, gated_k = t_q, t_k
+            if LONG:
+                gated_q, gated_k = (t_q.to(tl.float32) * read).to(t_q.dtype), (t_k.to(tl.float32) * write).to(t_k.dtype)
+            g_q += tl.dot(to_q, gated_k, input_precision=PRECISION)
+            g_k += tl.dot(tl.trans(to_k), gated_q, input_precision=PRECISION)
+            by_read += tl.sum(g_q * t_q.to(tl.float32), 1)
+            by_write += tl.sum(g_k * t_k.to(tl.float32), 1)
+        p_dq, in_dq = tile(d_q, first, count, head, k_start, H, K, C, BK)
+        p_dk, in_dk = tile(d_k, first, count, head, k_start, H, K, C, BK)
+        tl.store(p_dq, (g_q * read).to(d_q.dtype.element_ty), mask=inside)
+        tl.store(p_dk, (g_k * write).to(d_k.dtype.element_ty), mask=inside)
+    at, there = (first + rows) * H + head, rows < count
+    if DECAY == "channel" and not EXACT:
+        by_read /= tl.sum(read, 1)
+        by_write /= tl.sum(write, 1)
     if READ:
-        tl.store(d_read + at, by_read, mask=rows < count)
+        tl.store(d_read + at, by_read, mask=there)
     if WRITE:
-        tl.store(d_write + at, by_write, mask=rows < count)
+        tl.store(d_write + at, by_write, mask=there)
+    if DECAY_GRADIENT and DECAY != "channel":
+        tl.store(d_decay + at, tl.cumsum(moves, 0, reverse=True) + leaves, mask=there)
 
 
 def decay_kind(log_decay: Tensor | None) -> str:
@@ -426,23 +452,19 @@ def query_key_gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """d_q, d_k, the gradient of log_decay, empty if it has none, and those of the gates there are [gates, B, T, H]."""
     d_q, d_k, kind = torch.empty_like(q), torch.empty_like(k), decay_kind(log_decay)
-    tiles = tile_arguments("query_key_gradients" + "_channel" * (kind == "channel"), q, q.shape[3], v.shape[3])
-    parts = triton.cdiv(q.shape[3], tiles["BK"])
     gates = {"READ": read_gate is not None, "WRITE": write_gate is not None}
-    d_gates = q.new_empty(sum(gates.values()), parts, *q.shape[:3], dtype=torch.float32)
-    d_read, d_write = d_gates[:1], d_gates[-1:]
-    d_decay = q.new_empty((parts, *q.shape[:3]) if decay_gradient else (0,), dtype=torch.float32)
+    d_gates = q.new_empty(sum(gates.values()), *q.shape[:3], dtype=torch.float32)
+    d_decay = q.new_empty(q.shape[:3] if decay_gradient else (0,), dtype=torch.float32)
     if log_decay is not None and decay_gradient and kind == "channel":
         d_decay = torch.empty_like(log_decay)
+    tiles = tile_arguments("query_key_gradients" + "_channel" * (kind == "channel"), q, q.shape[3], v.shape[3])
     for exact in (False, True) if kind == "channel" else (False,):
-        query_key_gradients_kernel[(parts * layout.chunks * q.shape[2],)](
+        query_key_gradients_kernel[(layout.chunks * q.shape[2],)](
             q, k, v, d_o, log_decay, prepared.sums, read_gate, write_gate, prepared.reading, prepared.writing, states, d_states,
-            prepared.whole, prepared.mild, d_q, d_k, d_read, d_write, d_decay, layout.table, scale, tokens=q.shape[0] * q.shape[1],
-            V=v.shape[3], DECAY=kind, DECAY_GRADIENT=decay_gradient, EXACT=exact, **shape_arguments(q, layout), **gates, **tiles,
+            prepared.whole, prepared.mild, d_q, d_k, d_gates[:1], d_gates[-1:], d_decay, layout.table, scale, V=v.shape[3], DECAY=kind,
+            DECAY_GRADIENT=decay_gradient, EXACT=exact, **shape_arguments(q, layout), **gates, **tiles,
         )  # fmt: skip
-    if decay_gradient and kind != "channel":
-        d_decay = d_decay.sum((0, 1, 2) if kind == "head" else 0)
-    return d_q, d_k, d_decay, d_gates.sum(1) if parts > 1 else d_gates[:, 0]
+    return d_q, d_k, d_decay.sum((0, 1)) if decay_gradient and kind == "head" else d_decay, d_gates
 
 
 @torch.library.custom_op("headmax::decayed_attention", mutates_args=())

@@ -8,6 +8,13 @@ from torch import Tensor
 from headmax.ops.checks import compute_dtype
 
 
+def normalized(score: Tensor, temperature: float, scale: float, kind: str) -> Tensor:
+    """Scores [..., H] as gates."""
+    if kind == "sigmoid":
+        return (2 * scale / score.shape[-1]) * torch.sigmoid(temperature * score)
+    return scale * torch.softmax(temperature * score, dim=-1)
+
+
 def head_gate(x: Tensor, weight: Tensor, temperature: float, scale: float, kind: str) -> Tensor:
     dtype = compute_dtype(x.dtype)
     x, weight = x.to(dtype), weight.to(dtype)
@@ -16,6 +23,4 @@ def head_gate(x: Tensor, weight: Tensor, temperature: float, scale: float, kind:
     else:
         grouped = weight.unflatten(0, (x.shape[2], -1))
         score = (x.unsqueeze(3) * grouped).sum(-1).flatten(2)  # a sum, not a product of matrices: a compiler fuses it
-    if kind == "sigmoid":
-        return (2 * scale / score.shape[-1]) * torch.sigmoid(temperature * score)
-    return scale * torch.softmax(temperature * score, dim=-1)
+    return normalized(score, temperature, scale, kind)
