@@ -29,6 +29,26 @@ def kernels() -> str:
     return "\n".join([*lines, "", f"B=1 T=4096 H=4 K=128 V=256 float32, {peer.device}, commit {peer.commit}."])
 
 
+def kernels_gpu() -> str:
+    """The ops on a GPU beside the peer's, and what gates add."""
+    found = list(records.read(records.RESULTS / "kernels_h200.jsonl"))
+    values = {(r.impl, *r.metric.split("/")): r for r in found}
+    lines = ["| op, forward; forward + backward | ms | flash-linear-attention, ms | as fast | with gates |", "|---" * 5 + "|"]
+    for (impl, op, metric), record in values.items():
+        if impl == "headmax" and metric == "forward+backward":
+            passes = ("forward", "forward+backward")
+            mine, peer = ([values[who, op, one].value for one in passes if (who, op, one) in values] for who in ("headmax", "fla"))
+            ratios = [f"{theirs / own:.2f}x" for own, theirs in zip(mine, peer, strict=False)]
+            gates = values["headmax", op, "gated over plain"]
+            low, high = (f"{100 * (edge - 1):.1f}" for edge in gates.extra["interval"])
+            cells = ["; ".join(f"{x:.2f}" for x in mine), "; ".join(f"{x:.2f}" for x in peer), "; ".join(ratios)]
+            cells.append(f"+{100 * (gates.value - 1):.1f}% ({low} to {high})")
+            lines.append(f"| {op}, {record.case} | {' | '.join(cells)} |")
+    commits = ", ".join(dict.fromkeys(r.commit for r in found))
+    note = "bfloat16; with gates: forward + backward, median of interleaved pairs with its 95% interval. Empty: not run."
+    return "\n".join([*lines, "", f"{note} {found[0].device}, commits {commits}."])
+
+
 def steps() -> str:
     """Whole training steps on a GPU, ours beside the peer's."""
     found = list(records.read(records.RESULTS / "train_h200.jsonl"))
@@ -118,7 +138,14 @@ def training() -> str:
     return "\n".join([*lines, "", f"{run.device}, commit {run.commit}, records in `benchmarks/results/training_h200.jsonl`."])
 
 
-SECTIONS: dict[str, Callable[[], str]] = {"kernels": kernels, "steps": steps, "decoding": decoding, "demo": demo, "training": training}
+SECTIONS: dict[str, Callable[[], str]] = {
+    "kernels": kernels,
+    "kernels_gpu": kernels_gpu,
+    "steps": steps,
+    "decoding": decoding,
+    "demo": demo,
+    "training": training,
+}
 
 
 def render(text: str) -> str:

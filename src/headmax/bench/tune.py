@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from headmax.bench.kernels import SPECS
+from headmax.bench.kernels import SPECS, TOLERANCE, error, ours
 from headmax.ops import triton_tiles
 from headmax.ops.spec import Case
 from headmax.ops.triton_tiles import Tiles
@@ -103,18 +103,22 @@ def options(op: str, width: str) -> dict[str, list[Tiles]]:
     return {name: [*tried, *[standing[name][width]] * (standing[name][width] not in tried)] for name, tried in CANDIDATES[op].values()}
 
 
+def case_of(op: str, width: str, time: int) -> Case:
+    key, value = WIDTHS[width]
+    return Case(batch=1, time=time, heads=4, key=key, value=value, gates="both", decay="head" if op == "linear_attention" else "soft")
+
+
 @functools.lru_cache(maxsize=1)
-def step(op: str, width: str, time: int, dtype: torch.dtype = torch.bfloat16) -> Callable[[], object]:
-    """A forward and backward pass of `op` for heads of that class."""
-    (key, value), batch, heads = WIDTHS[width], 8, 4
-    case = Case(batch=1, time=64, heads=heads, key=key, value=value, gates="both", decay="head" if op == "linear_attention" else "soft")
+def step(op: str, width: str, time: int) -> Callable[[], object]:
+    """A forward and backward pass of `op` in bfloat16 for heads of that class."""
+    batch, case = 8, case_of(op, width, time=64)
     inputs = {
         name: x.repeat(batch, time // 64, *[1] * (x.ndim - 2)) if isinstance(x, Tensor) and x.ndim > 1 else x
-        for name, x in SPECS[op].inputs(case, dtype, "cuda").items()
+        for name, x in SPECS[op].inputs(case, torch.bfloat16, "cuda").items()
     }
     inputs["log_decay"] = inputs["log_decay"] / 16
     leaves = [x.requires_grad_() for name, x in inputs.items() if isinstance(x, Tensor) and x.ndim > 1]
-    d_output = torch.randn(batch, time, heads, value, device="cuda", dtype=dtype)
+    d_output = torch.randn(batch, time, case.heads, case.value, device="cuda", dtype=torch.bfloat16)
     return lambda: torch.autograd.grad(SPECS[op].function(**inputs, backend="triton")[0], leaves, d_output)
 
 
@@ -127,21 +131,27 @@ def choose(op: str, width: str, n: int, only: str | None = None) -> dict[str, Ti
     return put
 
 
-def warm(job: tuple[str, str, int]) -> tuple[tuple[str, str, int], list[str]]:
-    """Compiles a job's kernels, so that the cache has them; names those that ask for more than the GPU has, in float32 too."""
+def warm(job: tuple[str, str, int]) -> tuple[tuple[str, str, int], dict[str, str]]:
+    """Compiles a job's kernels, so that the cache has them; says what is wrong with those that do not fit, or not give what they should.
+
+    The compiler's pipelines are not right for every shape: one of them has been seen to overwrite what a product still reads.
+    """
     op, width, n = job
-    failed = []
+    wrong = {}
+    case = case_of(op, width, time=200)
     for name, _ in CANDIDATES[op].values():
         before = copy.deepcopy(triton_tiles.TABLE)
         if choose(op, width, n, only=name):
             try:
+                step(op, width, time=256)()
                 for dtype in (torch.bfloat16, torch.float32):
-                    step(op, width, time=256, dtype=dtype)()
-                torch.cuda.synchronize()
-            except Exception:  # out of resources, or a compiler that gives up: no candidate
-                failed.append(name)
+                    off = error(ours(op, "triton"), case, dtype, torch.device("cuda"))
+                    if not off <= TOLERANCE[dtype]:
+                        wrong[name] = f"is {off:.1e} from the oracle in {dtype}"
+            except Exception as failure:  # out of resources, or a compiler that gives up: no candidate
+                wrong[name] = f"does not fit: {str(failure).splitlines()[0]}"
         triton_tiles.TABLE.update(before)
-    return job, failed
+    return job, wrong
 
 
 def times(op: str, width: str, rounds: int = 5) -> dict[str, float]:
@@ -159,10 +169,10 @@ def times(op: str, width: str, rounds: int = 5) -> dict[str, float]:
 def tune(pairs: Iterable[tuple[str, str]], processes: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
     """Times all candidates of (op, width) pairs and leaves the fastest in `triton_tiles.TABLE`; returns every time measured."""
     jobs = [(op, width, n) for op, width in pairs for n in range(max(map(len, options(op, width).values())))]
-    failures: dict[tuple[str, str, int], list[str]] = {}
+    failures: dict[tuple[str, str, int], dict[str, str]] = {}
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        for done, (job, failed) in enumerate(pool.imap_unordered(warm, jobs), 1):
-            failures[job] = failed
+        for done, (job, wrong) in enumerate(pool.imap_unordered(warm, jobs), 1):
+            failures[job] = wrong
             say(f"compiled {done} of {len(jobs)}")
     standing = copy.deepcopy(here())
     measured: list[dict[str, Any]] = []
@@ -170,8 +180,8 @@ def tune(pairs: Iterable[tuple[str, str]], processes: int, say: Callable[[str], 
         op, width, n = job
         here().update(copy.deepcopy(standing))
         put = choose(op, width, n)
-        for name in failures[job]:
-            say(f"{name} {width}: {put[name]} does not fit")
+        for name, why in failures[job].items():
+            say(f"{name} {width}: {put[name]} {why}")
             here()[name][width] = standing[name][width]
         for name, micro in times(op, width).items():
             if name in put and name not in failures[job]:

@@ -16,7 +16,7 @@ from headmax.train import CheckpointConfig, ComputeConfig, EvalConfig, OptimConf
 LENGTH, BATCH = 2048, 16
 """Tokens of a sequence and sequences of a step, for language models."""
 STEPS, RATE_STEPS, NEEDLE_STEPS, RECALL_STEPS = 512, 160, 100, 2000
-RATES = {"text": (1e-3, 2e-3, 4e-3), "recall": (1e-3, 3e-3, 1e-2)}
+RATES = {"text": (5e-4, 1e-3, 2e-3, 4e-3), "recall": (3e-4, 1e-3, 3e-3, 1e-2)}
 """Learning rates that the plain model of each backbone tries."""
 SEEDS = (0, 1, 2)
 LINEAR = ("gla", "retnet", "gdn")
