@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headmax.ops import head_gate, linear_attention
+from headmax.ops.head_gate import split_gates
 from headmax.ops.head_gate.spec import CASES, Case
 
 from .oracle import distance
@@ -37,6 +38,37 @@ def test_gate_and_its_gradients_against_the_formula(case: Case, dtype: torch.dty
     if case.heads > 1:
         for g, w in zip(actual, wanted, strict=True):
             assert distance(g, w) <= (5e-3 if dtype == torch.bfloat16 else 10 * BOUNDS[dtype])
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(("number", "heads", "time"), [(2, 4, 70), (1, 6, 5), (2, 1, 1), (2, 16, 129)])
+def test_gates_of_scores_that_a_product_gave(
+    number: int, heads: int, time: int, kind: str, dtype: torch.dtype, device: str, backend: str
+) -> None:
+    """Columns of a wider matrix, as they lie there; one of two gates may be left unused."""
+    if backend == "triton" and (device == "cpu") == torch.cuda.is_available():
+        pytest.skip("kernels are interpreted where there is no GPU")
+    wide = (3 * torch.randn(2, time, 40, generator=torch.Generator().manual_seed(0))).to(device, dtype).requires_grad_()
+    scores = wide[..., 5 : 5 + number * heads]
+    gates = split_gates(scores, number, 0.7, 4.0, kind=kind, backend=backend)
+    exact = wide.detach().double().requires_grad_()
+    parts = 0.7 * exact[..., 5 : 5 + number * heads].unflatten(-1, (number, heads))
+    expected = (4 * parts.softmax(-1) if kind == "softmax" else 8 / heads * parts.sigmoid()).unbind(-2)
+    for gate, value in zip(gates, expected, strict=True):
+        assert gate.dtype == torch.float32
+        assert gate.is_contiguous()
+        assert distance(gate, value) <= 2e-6
+    if heads > 1 or kind == "sigmoid":
+        for used in {number, 1}:
+            direction = torch.randn(2, time, heads, dtype=torch.float64, device=device)
+            losses = [sum((gate.double() * direction).sum() for gate in found[:used]) for found in (gates, expected)]
+            actual, wanted = (
+                torch.autograd.grad(loss, leaf, retain_graph=True)[0] for loss, leaf in zip(losses, (wide, exact), strict=True)
+            )
+            assert distance(actual, wanted) <= (5e-3 if dtype == torch.bfloat16 else 2e-5)
 
 
 def test_work_of_the_gate_is_small() -> None:

@@ -22,6 +22,7 @@ from headmax.layers.triton_conv import short_conv
 from headmax.layers.triton_loss import cross_entropy_rows
 from headmax.ops import head_gate, registry, triton_decayed, triton_tiles
 from headmax.ops.gated_delta_rule import WIDE_DELTA, triton_chunk
+from headmax.ops.head_gate import split_gates
 from headmax.ops.packing import LONG_CHUNK
 from headmax.ops.spec import Case
 from headmax.ops.triton_common import MIN_SEGMENT
@@ -83,6 +84,7 @@ def calls(dtype: torch.dtype, shared: int) -> Iterator[tuple[str, Callable[[], o
     x, weight, taps = torch.ones(1, 70, 4, 128, dtype=dtype), torch.ones(4, 128), torch.ones(128, 4)
     yield "head_gate", lambda: head_gate(x.requires_grad_(), weight.requires_grad_(), backend="triton").sum().backward()
     row = torch.ones(1, 70, 128, dtype=dtype, requires_grad=True)
+    yield "split_gates", lambda: torch.stack(split_gates(row[..., :8], 2, backend="triton")).sum().backward()
     yield "short_conv", lambda: short_conv(row, taps.requires_grad_(), None).sum().backward()
     yield "packed short_conv", lambda: short_conv(row, taps, torch.arange(70)).sum().backward()
     yield "loss", lambda: cross_entropy_rows(torch.ones(3, 32_000, dtype=dtype), torch.arange(3))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from headmax.layers.initialized import Initialized
 from headmax.ops import head_gate
 from headmax.ops.checks import compute_dtype
-from headmax.ops.head_gate.reference import normalized
+from headmax.ops.head_gate import split_gates
 from headmax.ops.registry import beside, suggest
 
 Source = Literal["head", "hidden_heads", "hidden"]
@@ -123,23 +123,25 @@ class HeadGate(Initialized):
         return weight if self.source == "hidden" else torch.block_diag(*weight)
 
     def forward(
-        self, q: Tensor, k: Tensor, x: Tensor, scores: Sequence[Tensor] = (), backend: str = "auto"
+        self, q: Tensor, k: Tensor, x: Tensor, scores: Tensor | None = None, backend: str = "auto"
     ) -> tuple[Tensor | None, Tensor | None]:
         """(read, write) gates [B,T,H] for q, k [B,T,heads,K], taken before feature map, rotary and norm, and the hidden state x [B,T,E].
 
-        `scores` are those of `rows`, where the caller has them.
+        `scores` are x times all `rows`, where the caller has them.
         """
-        known = iter(scores)
-        read = self._gate(q, x, self.read_weight, next(known, None), backend) if self.read else None
-        write = self._gate(k, x, self.write_weight, next(known, None), backend) if self.write else None
+        if scores is not None:
+            found = split_gates(
+                scores, self.read + self.write, self.temperature, self.scale, kind=self.kind, backend=beside(backend)
+            )  # fmt: skip
+            return found[0] if self.read else None, found[-1] if self.write else None
+        read = self._gate(q, x, self.read_weight, backend) if self.read else None
+        write = self._gate(k, x, self.write_weight, backend) if self.write else None
         return read, write
 
-    def _gate(self, heads: Tensor, x: Tensor, weight: Tensor | None, score: Tensor | None, backend: str) -> Tensor:
+    def _gate(self, heads: Tensor, x: Tensor, weight: Tensor | None, backend: str) -> Tensor:
         if weight is None:
             return x.new_full((*x.shape[:2], self.num_heads), self.scale / self.num_heads, dtype=compute_dtype(x.dtype))
         kind: Literal["softmax", "sigmoid"] = "sigmoid" if self.kind == "sigmoid" else "softmax"
-        if score is not None:
-            return normalized(score.to(compute_dtype(score.dtype)), self.temperature, self.scale, kind)
         if self.source == "head":
             scored = heads
         else:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headmax.ops.recompute import in_training_graph
+from headmax.ops.registry import autocast_dtype
 
 ALIGNMENT = 8
 """Rows a joint matrix is filled up to: the matrix units want 16 bytes."""
@@ -19,15 +20,16 @@ def joins(*projections: nn.Module | None) -> bool:
     return in_training_graph() and all(type(p) is nn.Linear and p.bias is None for p in projections)
 
 
-def project(x: Tensor, projections: Sequence[nn.Linear], rows: Sequence[Tensor] = ()) -> list[Tensor]:
-    """x [..., E] times each matrix, and times each of further `rows` [n, E].
+def project(x: Tensor, projections: Sequence[nn.Linear], rows: Sequence[Tensor] = ()) -> tuple[list[Tensor], Tensor | None]:
+    """x [..., E] times each matrix, and times all further `rows` [n, E] together, None without any.
 
     A compiled training step takes one product, which reads x once and gives one gradient back. Otherwise the matrices would have to be
-    copied together first, so that each is multiplied by itself.
+    copied together first, so that each is multiplied by itself, and there must be no rows.
     """
     if not joins(*projections):
-        return [*(p(x) for p in projections), *(F.linear(x, r) for r in rows)]
-    weights = [*(p.weight for p in projections), *rows]
-    sizes = [len(w) for w in weights]
-    joint = F.pad(torch.cat(weights), (0, 0, 0, -sum(sizes) % ALIGNMENT))
-    return list(F.linear(x, joint)[..., : sum(sizes)].split(sizes, dim=-1))
+        return [p(x) for p in projections], None
+    sizes = [*(p.out_features for p in projections), sum(map(len, rows))]
+    spare = x.new_zeros(-sum(sizes) % ALIGNMENT, x.shape[-1])
+    joint = torch.cat([w.to(autocast_dtype(x.device) or x.dtype) for w in (*(p.weight for p in projections), *rows, spare)])
+    *products, scores = F.linear(x, joint)[..., : sum(sizes)].split(sizes, dim=-1)
+    return products, scores if rows else None

@@ -20,7 +20,8 @@ def on_its_device(function):
 
     @functools.wraps(function)
     def guarded(first, *others):
-        with torch.cuda.device(first.device) if first.is_cuda else contextlib.nullcontext():
+        tensor = first[0] if isinstance(first, list) else first
+        with torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext():
             return function(first, *others)
 
     return guarded

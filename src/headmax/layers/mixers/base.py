@@ -61,8 +61,8 @@ class Projected(NamedTuple):
     side: list[Tensor]
     swish: list[Tensor]
     """The gate of the output, if there is one."""
-    scores: list[Tensor]
-    """Those of the head gates, if they came out of a product."""
+    scores: Tensor | None
+    """Those of the head gates side by side, if they came out of a product."""
 
 
 def head_width(name: str, width: int | None, total: int, num_heads: int) -> int:
@@ -195,8 +195,8 @@ class RecurrentMixer(Initialized):
         rows: list[Tensor] = []
         if self.head_gate is not None and (self.convs is None or self.head_gate.source != "head"):
             rows = self.head_gate.rows(self.q_proj.weight, self.k_proj.weight) if joins(self.q_proj, self.k_proj, *modules) else []
-        products = project(x, modules, rows)
-        made = dict(zip(names, products, strict=False))
+        products, scores = project(x, modules, rows)
+        made = dict(zip(names, products, strict=True))
         qkv = [made[name] if name in made else getattr(self, name)(x) for name in ("q_proj", "k_proj", "v_proj")]
         conv: tuple[Tensor, ...] = ()
         if self.convs is not None:
@@ -207,4 +207,4 @@ class RecurrentMixer(Initialized):
         widths = (self.head_k_dim, self.head_k_dim, self.head_v_dim)
         heads = tuple(y.unflatten(-1, (-1, width)) for y, width in zip(qkv, widths, strict=True))
         swish = [made["g_proj"]] if self.g_proj is not None else []
-        return Projected(heads, conv, [made[name] for name in self.side], swish, products[len(names) :])
+        return Projected(heads, conv, [made[name] for name in self.side], swish, scores)

@@ -23,6 +23,15 @@ register(
 )
 
 
+register(
+    "split_gates",
+    {
+        "reference": reference.split_gates,
+        "triton": Lazy("headmax.ops.head_gate.triton_gate", "split_gates", needs="triton", interpreted=True),
+    },
+)
+
+
 def _no_kernel(x: Tensor) -> str | None:
     """Why "auto" keeps to the plain form, or None."""
     if torch.compiler.is_compiling():
@@ -64,3 +73,11 @@ def head_gate(
     run = select("head_gate", backend, x.device.type, _no_kernel(x))
     with no_autocast(x.device):
         return run(x, weight, temperature, scale, kind)
+
+
+def split_gates(
+    scores: Tensor, number: int, temperature: float = 1.0, scale: float = 1.0, *, kind: str = "softmax", backend: str = "auto"
+) -> list[Tensor]:
+    """`number` gates [B,T,H] as `head_gate` has them, from scores [B,T,number*H] that a product gave together."""
+    run = select("split_gates", backend, scores.device.type, "float64" if scores.dtype == torch.float64 else None)
+    return run(scores, number, temperature, scale, kind)

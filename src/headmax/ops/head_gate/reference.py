@@ -15,6 +15,11 @@ def normalized(score: Tensor, temperature: float, scale: float, kind: str) -> Te
     return scale * torch.softmax(temperature * score, dim=-1)
 
 
+def split_gates(scores: Tensor, number: int, temperature: float, scale: float, kind: str) -> list[Tensor]:
+    each = scores.to(compute_dtype(scores.dtype)).chunk(number, dim=-1)
+    return [normalized(score, temperature, scale, kind) for score in each]
+
+
 def head_gate(x: Tensor, weight: Tensor, temperature: float, scale: float, kind: str) -> Tensor:
     dtype = compute_dtype(x.dtype)
     x, weight = x.to(dtype), weight.to(dtype)

@@ -1,4 +1,4 @@
-"""The gate in Triton: one pass over x for all heads. For eager use; a compiled model fuses the plain form into what makes x."""
+"""The gate in Triton: one pass over x for all heads; and the gates of scores that a product gave, in one kernel each way."""
 
 from __future__ import annotations
 
@@ -18,6 +18,16 @@ PROGRAMS = 512
 
 
 @triton.jit
+def gates_of(scores, heads, scale, H: tl.constexpr, SOFTMAX: tl.constexpr):
+    """scale softmax(scores) or scale sigmoid(scores), of scores [rows, heads], -inf beyond the last head."""
+    if SOFTMAX:
+        powers = tl.exp(scores - tl.max(scores, 1)[:, None])
+        return scale * powers / tl.sum(powers, 1)[:, None]
+    else:
+        return scale / (1.0 + tl.exp(-tl.where(heads[None, :] < H, scores, 0.0)))
+
+
+@triton.jit
 def head_gate_kernel(
     x, weight, gate, tokens, temperature, scale,
     H: tl.constexpr, GROUP: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SOFTMAX: tl.constexpr,
@@ -34,12 +44,7 @@ def head_gate_kernel(
             t_w = tl.load(weight + head * D + columns, mask=columns < D, other=0.0)
             score += tl.sum(t_x.to(tl.float32) * t_w.to(tl.float32)[None, :], 1)
         scores = tl.where(heads[None, :] == head, score[:, None], scores)
-    scores *= temperature
-    if SOFTMAX:
-        powers = tl.exp(scores - tl.max(scores, 1)[:, None])
-        value = scale * powers / tl.sum(powers, 1)[:, None]
-    else:
-        value = scale / (1.0 + tl.exp(-tl.where(heads[None, :] < H, scores, 0.0)))
+    value = gates_of(scores * temperature, heads, scale, H, SOFTMAX)
     tl.store(gate + rows[:, None] * H + heads[None, :], value, mask=(rows[:, None] < tokens) & (heads[None, :] < H))
 
 
@@ -129,3 +134,107 @@ def head_gate(x: Tensor, weight: Tensor, temperature: float, scale: float, kind:
         raise ValueError("head_gate: backend 'triton' computes in float32, got torch.float64; use 'reference'")
     top = scale if kind == "softmax" else 2 * scale / weight.shape[0]
     return _forward(x.contiguous(), weight.contiguous(), temperature, top, kind == "softmax")
+
+
+@triton.jit
+def split_gates_kernel(
+    scores, first, second, tokens, stride, temperature, scale,
+    N: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, BT: tl.constexpr, SOFTMAX: tl.constexpr,
+):  # fmt: skip
+    """N gates from scores [tokens, N H] that lie `stride` apart."""
+    rows, heads = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)[:, None], tl.arange(0, HP)
+    inside = (rows < tokens) & (heads[None, :] < H)
+    for n in tl.static_range(N):
+        t_s = tl.load(scores + rows * stride + n * H + heads[None, :], mask=inside, other=-float("inf")).to(tl.float32)
+        t_s = tl.where(rows < tokens, t_s * temperature, 0.0)
+        if n == 0:
+            tl.store(first + rows * H + heads[None, :], gates_of(t_s, heads, scale, H, SOFTMAX), mask=inside)
+        else:
+            tl.store(second + rows * H + heads[None, :], gates_of(t_s, heads, scale, H, SOFTMAX), mask=inside)
+
+
+@triton.jit
+def split_gates_gradient_kernel(
+    first, second, d_first, d_second, d_scores, tokens, temperature, scale,
+    N: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, BT: tl.constexpr, SOFTMAX: tl.constexpr,
+):  # fmt: skip
+    """d_scores [tokens, N H]."""
+    rows, heads = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)[:, None], tl.arange(0, HP)
+    inside = (rows < tokens) & (heads[None, :] < H)
+    at = rows * H + heads[None, :]
+    for n in tl.static_range(N):
+        if n == 0:
+            gate, d_gate = tl.load(first + at, mask=inside, other=0.0), tl.load(d_first + at, mask=inside, other=0.0)
+        else:
+            gate, d_gate = tl.load(second + at, mask=inside, other=0.0), tl.load(d_second + at, mask=inside, other=0.0)
+        if SOFTMAX:
+            d_score = temperature * gate * (d_gate - tl.sum(gate * d_gate, 1)[:, None] / scale)
+        else:
+            d_score = temperature * gate * (1.0 - gate / scale) * d_gate
+        tl.store(d_scores + rows * (N * H) + n * H + heads[None, :], d_score.to(d_scores.dtype.element_ty), mask=inside)
+
+
+SCORED = 64
+"""Tokens of a program that is given the scores."""
+
+
+def _split_sizes(tokens: int, number: int, heads: int, softmax: bool) -> tuple[tuple[int], dict[str, int]]:
+    sizes = {"N": number, "H": heads, "HP": max(2, triton.next_power_of_2(heads)), "BT": SCORED, "SOFTMAX": softmax}
+    return (triton.cdiv(tokens, SCORED),), sizes
+
+
+@torch.library.custom_op("headmax::split_gates", mutates_args=())
+@on_its_device
+def _split(scores: Tensor, number: int, temperature: float, scale: float, softmax: bool) -> list[Tensor]:
+    batch, time, width = scores.shape
+    if scores.stride() != (time * scores.stride(1), scores.stride(1), 1):
+        scores = scores.contiguous()
+    gates = [scores.new_empty(batch, time, width // number, dtype=torch.float32) for _ in range(number)]
+    grid, sizes = _split_sizes(batch * time, number, width // number, softmax)
+    split_gates_kernel[grid](scores, gates[0], gates[-1], batch * time, scores.stride(1), temperature, scale, **sizes)
+    return gates
+
+
+@_split.register_fake
+def _(scores, number, temperature, scale, softmax):
+    return [scores.new_empty(*scores.shape[:2], scores.shape[2] // number, dtype=torch.float32) for _ in range(number)]
+
+
+@torch.library.custom_op("headmax::split_gates_backward", mutates_args=())
+@on_its_device
+def _split_backward(
+    gates: list[Tensor], d_gates: list[Tensor], temperature: float, scale: float, softmax: bool, dtype: torch.dtype
+) -> Tensor:
+    (batch, time, heads), number = gates[0].shape, len(gates)
+    d_gates = [d.contiguous() for d in d_gates]
+    d_scores = gates[0].new_empty(batch, time, number * heads, dtype=dtype)
+    grid, sizes = _split_sizes(batch * time, number, heads, softmax)
+    split_gates_gradient_kernel[grid](
+        gates[0], gates[-1], d_gates[0], d_gates[-1], d_scores, batch * time, temperature, scale, **sizes
+    )  # fmt: skip
+    return d_scores
+
+
+@_split_backward.register_fake
+def _(gates, d_gates, temperature, scale, softmax, dtype):
+    return gates[0].new_empty(*gates[0].shape[:2], len(gates) * gates[0].shape[2], dtype=dtype)
+
+
+def _save_split(ctx, inputs, output) -> None:
+    scores, _, ctx.temperature, ctx.scale, ctx.softmax = inputs
+    ctx.dtype = scores.dtype
+    ctx.save_for_backward(*output)
+
+
+def _split_gradient(ctx, d_gates):
+    gates = list(ctx.saved_tensors)
+    given = [torch.zeros_like(gate) if d is None else d for gate, d in zip(gates, d_gates, strict=True)]
+    return _split_backward(gates, given, ctx.temperature, ctx.scale, ctx.softmax, ctx.dtype), None, None, None, None
+
+
+_split.register_autograd(_split_gradient, setup_context=_save_split)
+
+
+def split_gates(scores: Tensor, number: int, temperature: float, scale: float, kind: str) -> list[Tensor]:
+    top = scale if kind == "softmax" else 2 * scale * number / scores.shape[2]
+    return _split(scores, number, temperature, top, kind == "softmax")
