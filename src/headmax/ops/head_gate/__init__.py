@@ -34,8 +34,6 @@ register(
 
 def _no_kernel(x: Tensor) -> str | None:
     """Why "auto" keeps to the plain form, or None."""
-    if torch.compiler.is_compiling():
-        return "the compiler fuses the plain form into what makes x"
     return "float64" if x.dtype == torch.float64 else None
 
 
@@ -70,14 +68,14 @@ def head_gate(
     check_device("head_gate", "weight", weight, x)
     if kind not in ("softmax", "sigmoid"):
         raise ValueError(f"head_gate: unknown kind {kind!r}{suggest(kind, ('softmax', 'sigmoid'))}")
-    run = select("head_gate", backend, x.device.type, _no_kernel(x))
     with no_autocast(x.device):
-        return run(x, weight, temperature, scale, kind)
+        if backend == "auto" and torch.compiler.is_compiling():  # which fuses the scores into what makes x
+            return split_gates(reference.scores_of(x, weight), 1, temperature, scale, kind=kind)[0]
+        return select("head_gate", backend, x.device.type, _no_kernel(x))(x, weight, temperature, scale, kind)
 
 
 def split_gates(
     scores: Tensor, number: int, temperature: float = 1.0, scale: float = 1.0, *, kind: str = "softmax", backend: str = "auto"
 ) -> list[Tensor]:
     """`number` gates [B,T,H] as `head_gate` has them, from scores [B,T,number*H] that a product gave together."""
-    run = select("split_gates", backend, scores.device.type, "float64" if scores.dtype == torch.float64 else None)
-    return run(scores, number, temperature, scale, kind)
+    return select("split_gates", backend, scores.device.type, _no_kernel(scores))(scores, number, temperature, scale, kind)

@@ -20,12 +20,14 @@ def split_gates(scores: Tensor, number: int, temperature: float, scale: float, k
     return [normalized(score, temperature, scale, kind) for score in each]
 
 
-def head_gate(x: Tensor, weight: Tensor, temperature: float, scale: float, kind: str) -> Tensor:
+def scores_of(x: Tensor, weight: Tensor) -> Tensor:
     dtype = compute_dtype(x.dtype)
     x, weight = x.to(dtype), weight.to(dtype)
     if x.ndim == 3:
-        score = x @ weight.T
-    else:
-        grouped = weight.unflatten(0, (x.shape[2], -1))
-        score = (x.unsqueeze(3) * grouped).sum(-1).flatten(2)  # a sum, not a product of matrices: a compiler fuses it
-    return normalized(score, temperature, scale, kind)
+        return x @ weight.T
+    grouped = weight.unflatten(0, (x.shape[2], -1))
+    return (x.unsqueeze(3) * grouped).sum(-1).flatten(2)  # a sum, not a product of matrices: a compiler fuses it
+
+
+def head_gate(x: Tensor, weight: Tensor, temperature: float, scale: float, kind: str) -> Tensor:
+    return normalized(scores_of(x, weight), temperature, scale, kind)
