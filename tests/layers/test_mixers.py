@@ -368,17 +368,36 @@ def test_the_kernel_of_the_short_convolution(time: int, channels: int, width: in
 ])  # fmt: skip
 @pytest.mark.parametrize("source", ["head", "hidden_heads", "hidden"])
 def test_a_training_graph_joins_products_and_computes_the_same(name: str, options: dict[str, Any], products: int, source: Any) -> None:
+    """In float64, which autocast leaves alone."""
     mixer = make(name, **options, head_gate=HeadGateConfig(init_std=1.0, source=source)).requires_grad_()
     x, leaves = hidden(2, 20).requires_grad_(), list(mixer.parameters())
     expected = torch.autograd.grad(mixer(x).hidden.square().sum(), [x, *leaves])
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(mixer, fullgraph=True, backend=counter)
-    actual = torch.autograd.grad(compiled(x).hidden.square().sum(), [x, *leaves])
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = torch.autograd.grad(compiled(x).hidden.square().sum(), [x, *leaves])
     for a, e in zip(actual, expected, strict=True):
         assert distance(a, e) <= 1e-10
     found = [node for node in counter.graphs[0].graph.nodes if node.target is torch._C._nn.linear]
     assert len(found) == products
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted where there is no GPU")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("settings", [{}, {"write": False, "read_position": "after_norm"}, {"read": False, "kind": "sigmoid"}], ids=str)
+def test_a_training_graph_makes_all_gates_in_one_kernel(settings: dict[str, Any]) -> None:
+    gates = HeadGateConfig(init_std=1.0, **settings)
+    mixer = make("gla", conv_size=None, backend="triton", head_gate=gates).float().requires_grad_()
+    x, leaves = hidden(2, 20).float().requires_grad_(), list(mixer.parameters())
+    expected = torch.autograd.grad(mixer(x).hidden.square().sum(), [x, *leaves])
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(mixer, fullgraph=True, backend=counter)
+    actual = torch.autograd.grad(compiled(x).hidden.square().sum(), [x, *leaves])
+    for a, e in zip(actual, expected, strict=True):
+        assert distance(a, e) <= 2e-5
+    assert sum("split_gates" in str(node.target) for node in counter.graphs[0].graph.nodes) == 1
 
 
 def test_the_first_token_reads_the_sign_of_its_own_score() -> None:

@@ -283,6 +283,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(name: str) -> None:
 def test_gates_come_out_when_asked() -> None:
     model, ids = make("hybrid"), tokens(2, 8)
     assert model(ids).gates is None
+    assert model.model.layers[0](model.model.embed_tokens(ids)).gates is None, "what a compiled block returns has a gradient to be filled"
     gates = model(ids, return_gates=True).gates
     assert [pair is None for pair in gates] == [False, True, False]
     for read, write in (gates[0], gates[2]):

@@ -71,6 +71,25 @@ def test_gates_of_scores_that_a_product_gave(
             assert distance(actual, wanted) <= (5e-3 if dtype == torch.bfloat16 else 2e-5)
 
 
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("temperature", [1.0, 0.0, -1.0])
+def test_scores_of_single_tokens_that_lie_anywhere(temperature: float, backend: str) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    scores = torch.randn(1, 5, 6, device=device).transpose(0, 1)
+    (gate,) = split_gates(scores, 1, temperature, backend=backend)
+    assert distance(gate, (temperature * scores.double()).softmax(-1)) <= 2e-6
+
+
+def test_scores_that_make_no_gates_are_refused() -> None:
+    scores = torch.randn(1, 5, 7)
+    with pytest.raises(ValueError, match="scores of 7 channels do not split into 2 gates"):
+        split_gates(scores, 2)
+    with pytest.raises(ValueError, match="unknown kind 'sofmax'; did you mean 'softmax'"):
+        split_gates(scores, 1, kind="sofmax")
+    with pytest.raises(ValueError, match=r"split_gates: backend 'triton' computes in float32, got torch\.float64"):
+        split_gates(scores.double().to("cuda" if torch.cuda.is_available() else "cpu"), 1, backend="triton")
+
+
 def test_work_of_the_gate_is_small() -> None:
     case = Case(8, 4096, heads=4, dim=256, heads_in=4)
     assert case.flops() == 2 * 8 * 4096 * 4 * 256

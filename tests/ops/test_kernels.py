@@ -171,6 +171,9 @@ def test_compiled_and_eager_agree_without_a_graph_break(name: str) -> None:
         assert distance(x, eager[key]) <= 1e-6, key
 
 
+CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
+
+
 @here
 @pytest.mark.parametrize("name", SPECS)
 def test_operators_are_registered_properly(name: str) -> None:
@@ -184,7 +187,13 @@ def test_operators_are_registered_properly(name: str) -> None:
         op, arguments = triton_chunk._forward, (x["q"], x["k"], x["v"], x["log_decay"], x["beta"], *gates)
     else:
         op, arguments = triton_decayed._forward, (x["q"], x["k"], x["v"], x["log_decay"], *gates)
-    torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
+    torch.library.opcheck(op, arguments, test_utils=CHECKS)
+
+
+def test_the_gates_operator_is_registered_properly() -> None:
+    from headmax.ops.head_gate import triton_gate
+
+    torch.library.opcheck(triton_gate._split, (torch.randn(2, 5, 8, requires_grad=True), 2, 1.0, 1.0, True), test_utils=CHECKS)
 
 
 def test_inputs_beyond_the_kernels_are_refused_by_name_and_passed_over_by_auto() -> None:

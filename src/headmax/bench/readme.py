@@ -33,20 +33,19 @@ def kernels_gpu() -> str:
     """The ops on a GPU beside the peer's, and what gates add."""
     found = list(records.read(records.RESULTS / "kernels_h200.jsonl"))
     values = {(r.impl, *r.metric.split("/")): r for r in found}
-    lines = ["| op, forward; forward + backward | ms | flash-linear-attention, ms | as fast | with gates |", "|---" * 5 + "|"]
+    lines = ["| op, forward; forward + backward | ms | flash-linear-attention, ms | as fast | with gates | commit |", "|---" * 6 + "|"]
     for (impl, op, metric), record in values.items():
         if impl == "headmax" and metric == "forward+backward":
             passes = ("forward", "forward+backward")
             mine, peer = ([values[who, op, one].value for one in passes if (who, op, one) in values] for who in ("headmax", "fla"))
-            ratios = [f"{theirs / own:.2f}x" for own, theirs in zip(mine, peer, strict=False)]
+            ratios = [f"{theirs / own:.2f}x" for own, theirs in zip(mine, peer, strict=True)] if peer else []
             gates = values["headmax", op, "gated over plain"]
-            low, high = (f"{100 * (edge - 1):.1f}" for edge in gates.extra["interval"])
+            low, high = (f"{100 * (edge - 1):+.1f}" for edge in gates.extra["interval"])
             cells = ["; ".join(f"{x:.2f}" for x in mine), "; ".join(f"{x:.2f}" for x in peer), "; ".join(ratios)]
-            cells.append(f"+{100 * (gates.value - 1):.1f}% ({low} to {high})")
+            cells += [f"{100 * (gates.value - 1):+.1f}% ({low} to {high})", record.commit[:7]]
             lines.append(f"| {op}, {record.case} | {' | '.join(cells)} |")
-    commits = ", ".join(dict.fromkeys(r.commit for r in found))
     note = "bfloat16; with gates: forward + backward, median of interleaved pairs with its 95% interval. Empty: not run."
-    return "\n".join([*lines, "", f"{note} {found[0].device}, commits {commits}."])
+    return "\n".join([*lines, "", f"{note} {found[0].device}."])
 
 
 def steps() -> str:
@@ -65,6 +64,9 @@ def steps() -> str:
             lines.append(f"| {name}, {size} | {record.value:,.0f} | {memory:.1f} | {rate:.0%} | {record.commit[:7]} |")
     first = [f"{r.metric.split('/')[0]} {r.value:.0f} s" for r in found if r.metric.endswith("first step, empty caches")]
     note = f"Float32 parameters, bfloat16 compute, fused AdamW, {found[0].device}. First step with empty caches: {', '.join(first)}."
+    early = dict.fromkeys(r.commit[:7] for r in found if r.metric.endswith("tokens per second") and "ahead" not in r.extra)
+    if early:
+        note += f" Rows of a commit are of one run; those of {', '.join(early)} had launches less far ahead of the GPU than the others."
     return "\n".join([*lines, "", note])
 
 

@@ -12,6 +12,6 @@ def line(record: Record, width: int = 28) -> str:
         text += f"   {extra['TFLOP/s']:.0f} TFLOP/s, {extra['GB/s']:.0f} GB/s, {extra['roofline']:.0%} of the roofline"
     if "of the bandwidth" in extra:
         text += f"   {extra['of the bandwidth']:.0%} of the bandwidth"
-    if "interval" in extra:
+    if extra.get("interval") is not None:
         text += "   95% interval {:.4f} to {:.4f}".format(*extra["interval"])
     return text

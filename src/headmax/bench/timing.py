@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import math
 import statistics
 import time
@@ -47,14 +48,16 @@ def interleaved(
     return times
 
 
-def paired(times: Sequence[float], base: Sequence[float]) -> tuple[float, list[float]]:
-    """Median of times / base over interleaved pairs, and its 95% interval: the ranks that a fair coin leaves around the middle.
+def paired(times: Sequence[float], base: Sequence[float]) -> tuple[float, list[float] | None]:
+    """Median of times / base over interleaved pairs, and its 95% interval, None for too few.
 
-    A pause of the machine, which meets one of a pair, moves a mean but not these.
+    The interval lies between the ranks that hold a median by binomial tails. A pause of the machine, which meets one of a pair, moves a
+    mean but not these.
     """
     ratios = sorted(a / b for a, b in zip(times, base, strict=True))
-    rank = math.floor((len(ratios) - 1.96 * math.sqrt(len(ratios))) / 2)
-    return statistics.median(ratios), [ratios[rank - 1], ratios[-rank]] if rank > 0 else [-math.inf, math.inf]
+    tails = itertools.accumulate(math.comb(len(ratios), k) / 2 ** len(ratios) for k in range(len(ratios)))
+    rank = sum(tail <= 0.025 for tail in tails)
+    return statistics.median(ratios), [ratios[rank - 1], ratios[-rank]] if rank else None
 
 
 @dataclass(frozen=True)

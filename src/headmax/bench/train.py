@@ -194,7 +194,8 @@ def measure(plan: Plan) -> Iterator[Record]:
         for (impl, variant), step in steps.items():
             taken = statistics.median(times[impl, variant])
             size = sum(p.numel() for p in step.model.parameters())
-            yield make(case, impl, f"{variant}/tokens per second", length * batch / taken, "tokens/s", rounds=plan.rounds, parameters=size)
+            how = {"rounds": plan.rounds, "ahead": STEP_AHEAD, "parameters": size}
+            yield make(case, impl, f"{variant}/tokens per second", length * batch / taken, "tokens/s", None, **how)
             yield make(case, impl, f"{variant}/peak memory", peaks[impl, variant] / 2**30, "GiB")
             yield make(case, impl, f"{variant}/MFU", 6 * size * length * batch / taken / rate, "of the measured matmul rate")
         if len(steps) == 2:

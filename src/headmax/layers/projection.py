@@ -30,6 +30,7 @@ def project(x: Tensor, projections: Sequence[nn.Linear], rows: Sequence[Tensor] 
         return [p(x) for p in projections], None
     sizes = [*(p.out_features for p in projections), sum(map(len, rows))]
     spare = x.new_zeros(-sum(sizes) % ALIGNMENT, x.shape[-1])
-    joint = torch.cat([w.to(autocast_dtype(x.device) or x.dtype) for w in (*(p.weight for p in projections), *rows, spare)])
+    dtype = x.dtype if x.dtype == torch.float64 else autocast_dtype(x.device) or x.dtype  # autocast leaves float64 alone
+    joint = torch.cat([w.to(dtype) for w in (*(p.weight for p in projections), *rows, spare)])
     *products, scores = F.linear(x, joint)[..., : sum(sizes)].split(sizes, dim=-1)
     return products, scores if rows else None

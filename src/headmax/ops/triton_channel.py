@@ -63,8 +63,8 @@ def sums_kernel(
     chunk, head = tl.program_id(0) // H, tl.program_id(0) % H
     first, count = chunk_span(chunk, table, T, C, PACKED)
     index, lowest = chunk.to(tl.int64) * H + head, 0.0
-    read = row_values(read_gate, first, count, head, H, C, READ, EMPTY=1.0)
-    write = row_values(write_gate, first, count, head, H, C, WRITE, EMPTY=1.0)
+    read = row_values(read_gate, first, count, head, H, C, READ)
+    write = row_values(write_gate, first, count, head, H, C, WRITE)
     least = tl.min(tl.minimum(tl.abs(read), tl.abs(write)), 0)
     for k_start in range(0, K, BK):
         p_g, inside = tile(log_decay, first, count, head, k_start, H, K, C, BK)

@@ -137,11 +137,11 @@ def at_least(log_decay):
 
 
 @triton.jit
-def row_values(gate, first, count, head, H: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr, EMPTY: tl.constexpr = 0.0):
-    """A gate's value for each token of the chunk and EMPTY for slots beyond its end, 1 without a gate."""
+def row_values(gate, first, count, head, H: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr):
+    """A gate's value for each token of the chunk, 1 without a gate and for slots beyond its end, where all else is 0."""
     rows = tl.arange(0, C)
     if GATED:
-        return tl.load(gate + (first + rows) * H + head, mask=rows < count, other=EMPTY).to(tl.float32)
+        return tl.load(gate + (first + rows) * H + head, mask=rows < count, other=1.0).to(tl.float32)
     else:
         return tl.full([C], 1.0, tl.float32)
 

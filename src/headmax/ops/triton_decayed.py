@@ -60,7 +60,7 @@ def prepare_kernel(
     index = chunk.to(tl.int64) * H + head
     read = row_values(read_gate, first, count, head, H, C, READ)[:, None] * scale
     write = row_values(write_gate, first, count, head, H, C, WRITE)[:, None]
-    if DECAY == "channel":
+    if DECAY == "channel":  # gates are on their way while it is looked up
         if (tl.load(mild + index) != 0) == EXACT:
             return
     products = tl.zeros([C, C], tl.float32)
@@ -239,9 +239,9 @@ def query_key_gradients_kernel(
     first, count = chunk_span(chunk, table, T, C, PACKED)
     index, rows = chunk.to(tl.int64) * H + head, tl.arange(0, C)
     LONG: tl.constexpr = C > SHORT
-    read = row_values(read_gate, first, count, head, H, C, READ, EMPTY=1.0)[:, None]
-    write = row_values(write_gate, first, count, head, H, C, WRITE, EMPTY=1.0)[:, None]
-    if DECAY == "channel":
+    read = row_values(read_gate, first, count, head, H, C, READ)[:, None]
+    write = row_values(write_gate, first, count, head, H, C, WRITE)[:, None]
+    if DECAY == "channel":  # gates are on their way while it is looked up
         if (tl.load(mild + index) != 0) == EXACT:
             return
     scores = tl.zeros([C, C], tl.float32)
@@ -263,7 +263,7 @@ def query_key_gradients_kernel(
             to_k = scores * read
     to_q, to_k = to_q.to(q.dtype.element_ty), to_k.to(q.dtype.element_ty)
     by_read, by_write, moves, leaves = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32), tl.zeros([C], tl.float32), 0.0
-    for k_start in tl.range(0, K, BK, num_stages=1, disable_licm=True):
+    for k_start in tl.range(0, K, BK, num_stages=1, disable_licm=True):  # pointers made early would take up registers
         g_q, g_k, kept = tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32), tl.zeros([BK], tl.float32)
         for v_start in range(0, V, BV):
             p_v, in_v = tile(v, first, count, head, v_start, H, V, C, BV)

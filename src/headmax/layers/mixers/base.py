@@ -48,7 +48,7 @@ class MixerOutput(NamedTuple):
     state: tuple | None
     """What to hand to the next call, if `return_state`."""
     gates: tuple[Tensor | None, Tensor | None] | None
-    """(read, write), each [batch, time, heads]; None for attention."""
+    """(read, write), each [batch, time, heads]; None for attention, and from a block that was not asked."""
 
 
 class Projected(NamedTuple):

@@ -32,6 +32,11 @@ register(
 )
 
 
+def _check_kind(op: str, kind: str) -> None:
+    if kind not in ("softmax", "sigmoid"):
+        raise ValueError(f"{op}: unknown kind {kind!r}{suggest(kind, ('softmax', 'sigmoid'))}")
+
+
 def _no_kernel(x: Tensor) -> str | None:
     """Why "auto" keeps to the plain form, or None."""
     return "float64" if x.dtype == torch.float64 else None
@@ -66,8 +71,7 @@ def head_gate(
     if x.ndim == 4 and weight.shape[0] % x.shape[2]:
         raise ValueError(f"head_gate: weight must have a multiple of x's {x.shape[2]} heads, got {weight.shape[0]}")
     check_device("head_gate", "weight", weight, x)
-    if kind not in ("softmax", "sigmoid"):
-        raise ValueError(f"head_gate: unknown kind {kind!r}{suggest(kind, ('softmax', 'sigmoid'))}")
+    _check_kind("head_gate", kind)
     with no_autocast(x.device):
         if backend == "auto" and torch.compiler.is_compiling():  # which fuses the scores into what makes x
             return split_gates(reference.scores_of(x, weight), 1, temperature, scale, kind=kind)[0]
@@ -78,4 +82,7 @@ def split_gates(
     scores: Tensor, number: int, temperature: float = 1.0, scale: float = 1.0, *, kind: str = "softmax", backend: str = "auto"
 ) -> list[Tensor]:
     """`number` gates [B,T,H] as `head_gate` has them, from scores [B,T,number*H] that a product gave together."""
+    _check_kind("split_gates", kind)
+    if number < 1 or scores.shape[-1] % number:
+        raise ValueError(f"split_gates: scores of {scores.shape[-1]} channels do not split into {number} gates")
     return select("split_gates", backend, scores.device.type, _no_kernel(scores))(scores, number, temperature, scale, kind)

@@ -19,12 +19,13 @@ PROGRAMS = 512
 
 @triton.jit
 def gates_of(scores, heads, scale, H: tl.constexpr, SOFTMAX: tl.constexpr):
-    """scale softmax(scores) or scale sigmoid(scores), of scores [rows, heads], -inf beyond the last head."""
+    """scale softmax(scores) or scale sigmoid(scores), of scores [rows, heads]."""
     if SOFTMAX:
+        scores = tl.where(heads[None, :] < H, scores, -float("inf"))
         powers = tl.exp(scores - tl.max(scores, 1)[:, None])
         return scale * powers / tl.sum(powers, 1)[:, None]
     else:
-        return scale / (1.0 + tl.exp(-tl.where(heads[None, :] < H, scores, 0.0)))
+        return scale / (1.0 + tl.exp(-scores))
 
 
 @triton.jit
@@ -34,7 +35,7 @@ def head_gate_kernel(
 ):  # fmt: skip
     """gate = scale softmax_h(temperature <x_h, weight_h>), GROUP gates scored on each head of x [tokens, H / GROUP, D]."""
     rows, heads = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT), tl.arange(0, HP)
-    scores = tl.full([BT, HP], -float("inf"), tl.float32)
+    scores = tl.zeros([BT, HP], tl.float32)
     for head in tl.static_range(H):
         score = tl.zeros([BT], tl.float32)
         for start in range(0, D, BD):
@@ -129,13 +130,6 @@ def _gradient(ctx, d_gate):
 _forward.register_autograd(_gradient, setup_context=_save)
 
 
-def head_gate(x: Tensor, weight: Tensor, temperature: float, scale: float, kind: str) -> Tensor:
-    if x.dtype == torch.float64:
-        raise ValueError("head_gate: backend 'triton' computes in float32, got torch.float64; use 'reference'")
-    top = scale if kind == "softmax" else 2 * scale / weight.shape[0]
-    return _forward(x.contiguous(), weight.contiguous(), temperature, top, kind == "softmax")
-
-
 @triton.jit
 def split_gates_kernel(
     scores, first, second, tokens, stride, temperature, scale,
@@ -145,12 +139,12 @@ def split_gates_kernel(
     rows, heads = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)[:, None], tl.arange(0, HP)
     inside = (rows < tokens) & (heads[None, :] < H)
     for n in tl.static_range(N):
-        t_s = tl.load(scores + rows * stride + n * H + heads[None, :], mask=inside, other=-float("inf")).to(tl.float32)
-        t_s = tl.where(rows < tokens, t_s * temperature, 0.0)
+        t_s = tl.load(scores + rows * stride + n * H + heads[None, :], mask=inside, other=0.0).to(tl.float32)
+        gate = gates_of(t_s * temperature, heads, scale, H, SOFTMAX)
         if n == 0:
-            tl.store(first + rows * H + heads[None, :], gates_of(t_s, heads, scale, H, SOFTMAX), mask=inside)
+            tl.store(first + rows * H + heads[None, :], gate, mask=inside)
         else:
-            tl.store(second + rows * H + heads[None, :], gates_of(t_s, heads, scale, H, SOFTMAX), mask=inside)
+            tl.store(second + rows * H + heads[None, :], gate, mask=inside)
 
 
 @triton.jit
@@ -187,11 +181,11 @@ def _split_sizes(tokens: int, number: int, heads: int, softmax: bool) -> tuple[t
 @on_its_device
 def _split(scores: Tensor, number: int, temperature: float, scale: float, softmax: bool) -> list[Tensor]:
     batch, time, width = scores.shape
-    if scores.stride() != (time * scores.stride(1), scores.stride(1), 1):
-        scores = scores.contiguous()
+    flat = scores.flatten(0, 1)
+    flat = flat if flat.stride(1) == 1 else flat.contiguous()
     gates = [scores.new_empty(batch, time, width // number, dtype=torch.float32) for _ in range(number)]
-    grid, sizes = _split_sizes(batch * time, number, width // number, softmax)
-    split_gates_kernel[grid](scores, gates[0], gates[-1], batch * time, scores.stride(1), temperature, scale, **sizes)
+    grid, sizes = _split_sizes(len(flat), number, width // number, softmax)
+    split_gates_kernel[grid](flat, gates[0], gates[-1], len(flat), flat.stride(0), temperature, scale, **sizes)
     return gates
 
 
@@ -209,9 +203,7 @@ def _split_backward(
     d_gates = [d.contiguous() for d in d_gates]
     d_scores = gates[0].new_empty(batch, time, number * heads, dtype=dtype)
     grid, sizes = _split_sizes(batch * time, number, heads, softmax)
-    split_gates_gradient_kernel[grid](
-        gates[0], gates[-1], d_gates[0], d_gates[-1], d_scores, batch * time, temperature, scale, **sizes
-    )  # fmt: skip
+    split_gates_gradient_kernel[grid](gates[0], gates[-1], d_gates[0], d_gates[-1], d_scores, batch * time, temperature, scale, **sizes)
     return d_scores
 
 
@@ -235,6 +227,18 @@ def _split_gradient(ctx, d_gates):
 _split.register_autograd(_split_gradient, setup_context=_save_split)
 
 
+def _check_dtype(op: str, x: Tensor) -> None:
+    if x.dtype == torch.float64:
+        raise ValueError(f"{op}: backend 'triton' computes in float32, got torch.float64; use 'reference'")
+
+
+def head_gate(x: Tensor, weight: Tensor, temperature: float, scale: float, kind: str) -> Tensor:
+    _check_dtype("head_gate", x)
+    top = scale if kind == "softmax" else 2 * scale / weight.shape[0]
+    return _forward(x.contiguous(), weight.contiguous(), temperature, top, kind == "softmax")
+
+
 def split_gates(scores: Tensor, number: int, temperature: float, scale: float, kind: str) -> list[Tensor]:
+    _check_dtype("split_gates", scores)
     top = scale if kind == "softmax" else 2 * scale * number / scores.shape[2]
     return _split(scores, number, temperature, top, kind == "softmax")
