@@ -85,6 +85,7 @@ assert accelerator.num_processes == 2
 assert accelerator.gather(total)[0] == accelerator.gather(total)[1]
 assert losses[-1] < 0.8 * losses[0], losses
 accelerator.print(f"trained on {accelerator.num_processes} processes")
+accelerator.end_training()  # else a thread of the process group may outlive the interpreter, which then aborts
 """
 
 

@@ -14,7 +14,7 @@ from headmax import HeadmaxForCausalLM, records
 from headmax.records import Recorder
 from headmax.reproduce import report
 from headmax.reproduce.results import MISSING, Results, judge, show
-from headmax.reproduce.runs import PARTS, Run, runs
+from headmax.reproduce.runs import PARTS, RATES, Run, runs
 
 EFFECT = {"plain": 0.0, "softmax": -0.10, "uniform": -0.10, "sigmoid": -0.05}
 """On the loss, whatever the backbone."""
@@ -105,7 +105,7 @@ def test_tables(page: str) -> None:
     heads = {n: row(page[page.index("## Heads") :], str(n)) for n in (4, 8, 16)}
     assert [cells[-1] for cells in heads.values()] == ["2.37", "not given", "6.71"]
     assert row(page, "10x768") == ["10x768", *[MISSING] * 4]
-    assert row(page, "Transformer++")[-1] == "0.001, the edge of those tried", "the smallest rate has the smallest loss"
+    assert row(page, "Transformer++")[-1] == f"{RATES['text'][0]:g}, the edge of those tried", "the smallest rate has the smallest loss"
     assert "- scaling: 12 of 18 runs are recorded." in page
     assert row(page, "GLA, softmax")[1:] == ["−80.00 (n=1)", "−70.00 (n=1)"]
     assert "The lowest mean loss of these: " in page
