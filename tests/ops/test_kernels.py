@@ -190,10 +190,12 @@ def test_operators_are_registered_properly(name: str) -> None:
     torch.library.opcheck(op, arguments, test_utils=CHECKS)
 
 
+@here
 def test_the_gates_operator_is_registered_properly() -> None:
     from headmax.ops.head_gate import triton_gate
 
-    torch.library.opcheck(triton_gate._split, (torch.randn(2, 5, 8, requires_grad=True), 2, 1.0, 1.0, True), test_utils=CHECKS)
+    scores = torch.randn(2, 5, 8, device=DEVICE, requires_grad=True)
+    torch.library.opcheck(triton_gate._split, (scores, 2, 1.0, 1.0, True), test_utils=CHECKS)
 
 
 def test_inputs_beyond_the_kernels_are_refused_by_name_and_passed_over_by_auto() -> None:

@@ -130,9 +130,8 @@ class HeadGate(Initialized):
         `scores` are x times all `rows`, where the caller has them.
         """
         if scores is not None:
-            found = split_gates(
-                scores, self.read + self.write, self.temperature, self.scale, kind=self.kind, backend=beside(backend)
-            )  # fmt: skip
+            number = self.read + self.write
+            found = split_gates(scores, number, self.temperature, self.scale, kind=self.kind, backend=beside(backend))
             return found[0] if self.read else None, found[-1] if self.write else None
         read = self._gate(q, x, self.read_weight, backend) if self.read else None
         write = self._gate(k, x, self.write_weight, backend) if self.write else None

@@ -14,22 +14,8 @@ from headmax.ops.registry import Lazy, no_autocast, register, select, suggest
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-register(
-    "head_gate",
-    {
-        "reference": reference.head_gate,
-        "triton": Lazy("headmax.ops.head_gate.triton_gate", "head_gate", needs="triton", interpreted=True),
-    },
-)
-
-
-register(
-    "split_gates",
-    {
-        "reference": reference.split_gates,
-        "triton": Lazy("headmax.ops.head_gate.triton_gate", "split_gates", needs="triton", interpreted=True),
-    },
-)
+for _name, _plain in (("head_gate", reference.head_gate), ("split_gates", reference.split_gates)):
+    register(_name, {"reference": _plain, "triton": Lazy("headmax.ops.head_gate.triton_gate", _name, needs="triton", interpreted=True)})
 
 
 def _check_kind(op: str, kind: str) -> None:

@@ -103,7 +103,7 @@ def _backward(d_score: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tenso
     programs = min(PROGRAMS, triton.cdiv(tokens, TOKENS))
     d_weight = x.new_zeros(programs, *weight.shape, dtype=torch.float32)
     head_gate_gradients_kernel[(programs, sizes["H"] // sizes["GROUP"], triton.cdiv(sizes["D"], sizes["BD"]))](
-        x, weight, d_score.contiguous(), d_x, d_weight, tokens, **sizes
+        x, weight, d_score, d_x, d_weight, tokens, **sizes
     )
     return d_x, d_weight.sum(0).to(weight.dtype)
 
@@ -120,10 +120,7 @@ def _save(ctx, inputs, output) -> None:
 
 def _gradient(ctx, d_gate):
     x, weight, gate = ctx.saved_tensors
-    if ctx.softmax:
-        d_score = ctx.temperature * gate * (d_gate - (gate * d_gate).sum(-1, keepdim=True) / ctx.scale)
-    else:
-        d_score = ctx.temperature * gate * (1 - gate / ctx.scale) * d_gate
+    d_score = _split_backward([gate], [d_gate], ctx.temperature, ctx.scale, ctx.softmax, torch.float32)
     return *_backward(d_score, x, weight), None, None, None
 
 
