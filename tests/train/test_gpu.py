@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from headmax import HeadmaxForCausalLM
+from headmax.train.faults import TrainingError
 from headmax.train.metrics import read_lines
-from headmax.train.trainer import Trainer
-from tests.train.small import Walks, checkpoints, losses, parameters, poisoned
+from headmax.train.trainer import Trainer, fit
+from tests.train.small import Walks, checkpoints, losses, model_config, parameters, poisoned, train_config
 from tests.train.small import train as train_small
 from tests.waiting import no_waiting
 
@@ -72,3 +74,24 @@ def test_nothing_in_a_step_waits_for_the_device(separate: bool, tmp_path: Path, 
     strict("update")
     train(tmp_path, source=Walks(separate=separate), device="cuda", compute_precision="bfloat16", compute_compile=False, max_steps=6)
     assert len(losses(tmp_path)) == 6
+
+
+@pytest.mark.parametrize("changes", [{}, {"compute_precision": "bfloat16", "compute_compile": None}, {"gate_balance": 0.1}], ids=str)
+def test_a_graph_takes_the_same_steps(changes: dict[str, Any], tmp_path: Path) -> None:
+    """Micro-batches of two shapes, validation in between."""
+    settings: dict[str, Any] = {"device": "cuda", "compute_compile": False, "compute_micro_batch": 3, "max_steps": 12, "eval_every": 5}
+    for graph in (False, True):
+        train(tmp_path / str(graph), **settings | changes, compute_cuda_graph=graph, validation=Walks(seed=1))
+    eager, replayed = (torch.tensor(losses(tmp_path / str(graph)), dtype=torch.float64) for graph in (False, True))
+    torch.testing.assert_close(replayed, eager, rtol=1e-6, atol=0)
+    assert eager[:, 1].unique().numel() == 12
+
+
+def test_a_graph_that_is_not_finite_is_diagnosed(tmp_path: Path) -> None:
+    model = HeadmaxForCausalLM(model_config(hidden_size=128, num_heads=2))
+    name, broken = next(iter(model.state_dict().items()))
+    broken[0] = float("nan")
+    config = train_config(device="cuda", compute_cuda_graph=True, max_skipped_steps=2)
+    with pytest.raises(TrainingError, match=f"1 parameters, first {name}"):
+        fit(model.config, config, Walks(), tmp_path, start={name: broken})
+    assert [line["skipped"] for line in read_lines(tmp_path / "metrics.jsonl")] == [True, True]

@@ -101,8 +101,7 @@ def sources(run: Run, length: int, data: Path | None) -> tuple[Source, Source]:
     task = run.task()
     if task is not None:
         return recall_sources(task, run.seed)
-    if data is None:
-        raise ValueError("--data must name a folder that `headmax reproduce prepare` completed: language models train on text")
+    assert data is not None
     return TokenShards(data, length=length, seed=run.seed), TokenShards(data, length=length, seed=0, split="valid")
 
 
@@ -195,12 +194,14 @@ def execute(
     clock, make = Clock(budget), Recorder(SUITE, place)
     examiner = Examiner(data, out, make, place)
     wanted, done = shared(runs(parts), *share), finished(recorded([RESULTS, file]))
+    if data is None and any(run.kind == "text" for run in wanted):
+        raise ValueError("--data must name a folder that `headmax reproduce prepare` completed: language models train on text")
     left, broken = [run for run in wanted if run not in done], 0
     say(f"{len(wanted) - len(left)} of {len(wanted)} runs are recorded already")
     while left:
         run, found = left[0], recorded([RESULTS, file])
         lr = chosen(run, found)
-        if clock.expects(run, found, make.device) > clock.left:
+        if clock.expects(run, recorded([file]), make.device) > clock.left:  # what was recorded long ago ran otherwise
             break
         begun, made = time.monotonic(), list[Record]()
         with tempfile.TemporaryDirectory() as folder:

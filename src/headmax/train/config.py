@@ -50,6 +50,8 @@ class ComputeConfig:
     """torch.compile of the blocks; None: on a GPU."""
     activation_checkpointing: bool = False
     """Keep only the blocks' inputs and compute the rest again in the backward pass."""
+    cuda_graph: bool = False
+    """Where one process trains on a GPU: launch a micro-step's kernels all at once, which small models otherwise wait for."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,8 @@ class TrainConfig:
                 raise ValueError(f"{name} must not be negative, got {fields[name]}")
         if self.batch_tokens % self.sequence_length:
             raise ValueError(f"batch_tokens {self.batch_tokens} must be a multiple of sequence_length {self.sequence_length}")
+        if self.compute.cuda_graph and (self.documents == "separate" or self.compute.activation_checkpointing):
+            raise ValueError("compute.cuda_graph repeats what it saw: leave it off with documents separate or activation_checkpointing")
         if not 0 <= self.schedule.warmup_tokens <= self.token_budget:
             raise ValueError(
                 f"schedule.warmup_tokens must be between 0 and token_budget {self.token_budget}, got {self.schedule.warmup_tokens}"
@@ -158,7 +162,7 @@ NOT_NEGATIVE = (
 )
 MAY_CHANGE = {
     *("max_steps", "checkpoint_every", "max_skipped_steps", "device", "parallel", "checkpoint", "eval", "log"),
-    *("compute.micro_batch", "compute.compile", "compute.activation_checkpointing"),
+    *("compute.micro_batch", "compute.compile", "compute.activation_checkpointing", "compute.cuda_graph"),
 }
 """What a resumed run may change: how long, where and how it computes and what it tells, not what is computed."""
 

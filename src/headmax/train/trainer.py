@@ -20,12 +20,14 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from headmax import durable
 from headmax.data.source import Batch, Source
 from headmax.models import HeadmaxConfig, HeadmaxForCausalLM
+from headmax.ops import Packing
 from headmax.train import checkpoint
 from headmax.train.checkpoint import Checkpoints
 from headmax.train.config import TrainConfig, decisive, flatten
 from headmax.train.evaluate import balance, evaluate
 from headmax.train.faults import Interrupted, StopSignals, TrainingError, diagnose
 from headmax.train.feed import Feed, predicted, to
+from headmax.train.graph import Replayed
 from headmax.train.metrics import Line, Log, matmul_rate, memory, summarize
 from headmax.train.optim import build_optimizer, clip, learning_rate, step_unless
 from headmax.train.parallel import Replica, World, join
@@ -146,6 +148,9 @@ class Trainer:
             raise ValueError(f"start: the model has no parameter {unknown[0]!r}, one of {len(unknown)}")
         self.replica = Replica(built, config, world)
         self.model = self.replica.model
+        self.compute: Callable[..., Tensor] = self.add_gradients
+        if config.compute.cuda_graph and world.device.type == "cuda" and world.size == 1:
+            self.compute = Replayed(self.add_gradients, self.model.parameters())
         self.optimizer = build_optimizer(self.model, config.optim)
         self.flops_per_token = 6 * sum(p.numel() for p in self.model.parameters())
         self.rate = matmul_rate(world.device) if world.main else None
@@ -189,25 +194,27 @@ class Trainer:
         """Adds up the gradients of this step's global batch; its mean loss over all predicted tokens of all ranks."""
         device, ranks = self.world.device, self.world.size
         items = self.world.sum(torch.full((), sum(map(predicted, batches)), device=device, dtype=torch.float32)).clamp(min=1)
-        total, tokens = torch.zeros((), device=device), sum(batch.input_ids.numel() for batch in batches)
+        total = torch.zeros((), device=device)
         for n, batch in enumerate(batches):
-            batch = to(batch, device)
+            ids, labels, packing = to(batch, device)
+            given = (ids, labels, items / ranks)  # gradients are averaged over ranks
             with self.replica.micro_step(last=n == len(batches) - 1):
-                with self.replica.autocast:
-                    output = self.replica.module(
-                        input_ids=batch.input_ids,
-                        labels=batch.labels,
-                        cu_seqlens=batch.packing,
-                        num_items_in_batch=items / ranks,  # gradients are averaged over ranks
-                        return_gates=self.config.gate_balance > 0,
-                    )
-                objective = output.loss
-                if self.config.gate_balance > 0:
-                    share = batch.input_ids.numel() / tokens
-                    objective = objective + self.config.gate_balance * share * balance(output.gates)
-                objective.backward()
-            total += output.loss.detach()
+                total += self.compute(*given) if packing is None else self.compute(*given, packing)
         return total / ranks
+
+    def add_gradients(self, input_ids: Tensor, labels: Tensor, items: Tensor, packing: Packing | None = None) -> Tensor:
+        """Forward and backward of a micro-batch; its loss, a part of the mean over `items`."""
+        balanced = self.config.gate_balance > 0
+        with self.replica.autocast:
+            output = self.replica.module(
+                input_ids=input_ids, labels=labels, cu_seqlens=packing, num_items_in_batch=items, return_gates=balanced
+            )
+        objective = output.loss
+        if balanced:
+            share = input_ids.numel() * self.world.size / self.config.batch_tokens
+            objective = objective + self.config.gate_balance * share * balance(output.gates)
+        objective.backward()
+        return output.loss.detach()
 
     def update(self, loss: Tensor) -> Pending:
         """One optimizer step, unless loss or gradient is not finite on some rank."""
@@ -242,6 +249,7 @@ class Trainer:
         if skipped and self.skipped >= self.config.max_skipped_steps:
             again = self.feed.read(pending.step - 1)
             self.optimizer.zero_grad()
+            self.compute = self.add_gradients
             found = diagnose(self.model, lambda: self.gradients(again), self.world)
             raise TrainingError(f"stopped at step {pending.step}: {self.skipped} steps were skipped (max_skipped_steps); {found}")
 

@@ -1,0 +1,76 @@
+"""Forward and backward of a micro-batch as one CUDA graph: a small model then takes as long as its kernels, not as their launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+REHEARSALS = 2
+"""Calls before a capture, in which kernels are compiled and libraries set up."""
+
+
+class Captured(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    inputs: tuple[Tensor, ...]
+    output: Tensor
+
+
+class Replayed:
+    """A function of tensors that adds to the gradients of parameters and does nothing else.
+
+    It is captured at its first call with inputs of such shapes. Its output is overwritten by the next call.
+    """
+
+    def __init__(self, function: Callable[..., Tensor], parameters: Iterable[Parameter]) -> None:
+        self.function, self.parameters = function, list(parameters)
+        self.gradients: list[tuple[Parameter, Tensor]] = []
+        self.captured: dict[tuple[torch.Size, ...], Captured] = {}
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        shapes = tuple(x.shape for x in inputs)
+        if shapes not in self.captured:
+            self.captured[shapes] = self.capture(inputs)
+        graph, places, output = self.captured[shapes]
+        if all(p.grad is None for p in self.parameters):
+            torch._foreach_zero_([gradient for _, gradient in self.gradients])
+            self.lend()
+        for place, x in zip(places, inputs, strict=True):
+            place.copy_(x)
+        graph.replay()
+        return output
+
+    def capture(self, inputs: tuple[Tensor, ...]) -> Captured:
+        """Gradients that are there already stay as they are."""
+        places, before = tuple(x.clone() for x in inputs), [p.grad for p in self.parameters]
+        beside = torch.cuda.Stream()
+        beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(beside):
+            self.drop()
+            for _ in range(REHEARSALS):
+                self.function(*places)
+        torch.cuda.current_stream().wait_stream(beside)
+        if not self.gradients:
+            self.gradients = [(p, torch.zeros_like(p)) for p in self.parameters if p.grad is not None]
+        self.lend()
+        graph = torch.cuda.CUDAGraph()
+        # Batches are read, and put into pinned memory, by another thread.
+        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+            output = self.function(*places)
+        for p, gradient in zip(self.parameters, before, strict=True):
+            p.grad = gradient
+        return Captured(graph, places, output)
+
+    def lend(self) -> None:
+        """The places that graphs add to become the parameters' gradients, until somebody drops them."""
+        self.drop()
+        for p, gradient in self.gradients:
+            p.grad = gradient
+
+    def drop(self) -> None:
+        for p in self.parameters:
+            p.grad = None
