@@ -40,7 +40,7 @@ def recall_training(task: MQAR, *, steps: int, seed: int = 0, lr: float = 3e-3, 
         seed=seed,
         optim=OptimConfig(lr=lr, weight_decay=0.0),
         schedule=ScheduleConfig(warmup_tokens=min(49, steps) * tokens, start_lr=lr / 50, final_lr=lr),
-        compute=ComputeConfig(precision="float32", micro_batch=64, cuda_graph=True),
+        compute=ComputeConfig(precision="float32", micro_batch=64),
         checkpoint=CheckpointConfig(keep_last=1),
         eval=EvalConfig(every=eval_every, sequences=512, accuracy=True),
     )

@@ -115,7 +115,7 @@ class Run:
         task = self.task()
         if task is not None:
             config = recall_training(task, steps=self.steps, seed=self.seed, lr=lr, eval_every=100)
-            return replace(config, checkpoint_every=0, checkpoint=NO_CHECKPOINT, compute=replace(config.compute, compile=False))
+            return replace(config, checkpoint_every=0, checkpoint=NO_CHECKPOINT, compute=replace(config.compute, cuda_graph=True))
         return text_training(self.steps, self.seed, lr)
 
 

@@ -47,7 +47,7 @@ class ComputeConfig:
     micro_batch: int = 8
     """Most sequences a device takes at once; its share of the batch is split as evenly as can be so that none is larger."""
     compile: bool | None = None
-    """torch.compile of the blocks; None: on a GPU."""
+    """torch.compile of the blocks; None: on a GPU, without cuda_graph."""
     activation_checkpointing: bool = False
     """Keep only the blocks' inputs and compute the rest again in the backward pass."""
     cuda_graph: bool = False
@@ -133,8 +133,10 @@ class TrainConfig:
                 raise ValueError(f"{name} must not be negative, got {fields[name]}")
         if self.batch_tokens % self.sequence_length:
             raise ValueError(f"batch_tokens {self.batch_tokens} must be a multiple of sequence_length {self.sequence_length}")
-        if self.compute.cuda_graph and (self.documents == "separate" or self.compute.activation_checkpointing):
-            raise ValueError("compute.cuda_graph repeats what it saw: leave it off with documents separate or activation_checkpointing")
+        clashes = {"documents separate": self.documents == "separate", "compute.compile": self.compute.compile}
+        clashes |= {"compute.activation_checkpointing": self.compute.activation_checkpointing}
+        if self.compute.cuda_graph and any(clashes.values()):
+            raise ValueError(f"compute.cuda_graph does not go with {next(name for name, given in clashes.items() if given)}: leave one off")
         if not 0 <= self.schedule.warmup_tokens <= self.token_budget:
             raise ValueError(
                 f"schedule.warmup_tokens must be between 0 and token_budget {self.token_budget}, got {self.schedule.warmup_tokens}"

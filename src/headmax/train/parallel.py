@@ -95,7 +95,8 @@ class Replica:
         self.autocast = torch.autocast(world.device.type, torch.bfloat16, enabled=narrow)
         if config.compute.activation_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        if world.device.type == "cuda" if config.compute.compile is None else config.compute.compile:
+        compiled = config.compute.compile
+        if world.device.type == "cuda" and not config.compute.cuda_graph if compiled is None else compiled:
             model.model.compile_blocks()
         if world.size > 1 and config.parallel == "ddp":
             self.module = DistributedDataParallel(model, gradient_as_bucket_view=True)
