@@ -97,6 +97,14 @@ def test_verdicts(page: str) -> None:
     assert "2 of 3 seeds as claimed" in row(page, "GLA: more than uniform gates let it recall")[2]
 
 
+def test_in_short(page: str) -> None:
+    said = page[page.index("## In short") : page.index("## What held")]
+    assert "**Do gates help a language model?** Softmax less no gates, % of perplexity: GLA −10.0 ± 0.2 (better); RetNet " in said
+    assert "1/H: GLA +0.0 ± 0.0 (not told apart)" in said
+    assert "GDN +2.0 ± 0.0 (worse)" in said
+    assert "accuracy, mean of all settings: GLA +0.500 ± 0.000 (better)" in said
+
+
 def test_tables(page: str) -> None:
     expected = [math.exp(loss(Run("gla", seed=seed))) for seed in range(3)]
     shown = row(page[page.index("## Language modelling") :], "GLA")
@@ -107,8 +115,12 @@ def test_tables(page: str) -> None:
     assert row(page, "10x768") == ["10x768", *[MISSING] * 4]
     assert row(page, "Transformer++")[-1] == f"{RATES['text'][0]:g}, the edge of those tried", "the smallest rate has the smallest loss"
     assert "- scaling: 12 of 18 runs are recorded." in page
-    assert row(page, "GLA, softmax")[1:] == ["−80.00 (n=1)", "−70.00 (n=1)"]
-    assert "The lowest mean loss of these: " in page
+    needles = page[page.index("### Needles in a haystack") :]
+    assert row(needles, "GLA, softmax")[1:] == [MISSING, MISSING, "−80.00 (n=1)", "−70.00 (n=1)"]
+    assert "ours, 6x512-needles | 70.0" in needles[needles.index("<summary>After needles") :]
+    places = page[page.index("## Where the read gate is") :]
+    assert row(places, "softmax, read gate after the norm")[3:] == ["−10.0 ± 0.2", "−10.0 ± 0.2"]
+    assert row(places[places.index("| GDN |") :], "softmax, read gate after the norm")[2::2] == ["", ""], "not asked for at this eps"
     assert "![Validation perplexity over the number of heads](images/reproduction/small_heads.png)" in page
     assert f"Figure, Decoding one text: {MISSING}. What makes its records: headmax bench decode." in page
     assert row(page[page.index("## Stability") :], "GLA, softmax")[1] == "3 in 3 runs"
@@ -177,7 +189,7 @@ def test_accuracy_at_chance_is_marked(tmp_path: Path) -> None:
         records.append(tmp_path / "reproduction.jsonl", [MAKE(run.name, "headmax", "accuracy", value, "", seed, run=asdict(run))])
     text = report.render(Results(tmp_path))
     line = next(line for line in text.splitlines() if line.startswith("| 16 | 4 |"))
-    assert line == f"| 16 | 4 | 0.008 (n=1) † | 0.020 (n=1) | {MISSING} | {MISSING} |"
+    assert line == f"| 16 | 4 | 0.008 (n=1) † | 0.020 (n=1) | {MISSING} | {MISSING} | {MISSING} |"
 
 
 def test_commands_for_the_papers_scale_are_understood(data: Path, tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ ONE, SEVERAL = "± one standard error.", "± standard deviation over seeds."
 SUBSETS = {"squad_subset.jsonl": "a subset of SQuAD, not the paper's selection"}
 CONTROLS = {"uniform": "Uniform", "sigmoid": "Sigmoid", "uniform-read-after": "Uniform, read alone, after the norm,"}
 """Gates that do not compete, by what stands before the backbone in a model's name."""
+LARGE = 1e5
+"""From where on a number is shown by its order."""
 Cells = Sequence[float | None]
 Found = dict[int | None, Record]
 """Records of models that differ in the seed of their training alone."""
@@ -145,8 +147,10 @@ def spread(values: Mapping[int | None, float], digits: int, sign: Literal["", "+
     """The mean over seeds, with its spread if there are several."""
     if not values:
         return ""
-    text = f"{mean(values.values()):{sign}.{digits}f}".replace("-", "−")
-    return text + (f" ± {stdev(values.values()):.{digits}f}" if len(values) > 1 else "")
+    middle = mean(values.values())
+    form = f".{digits}f" if abs(middle) < LARGE else ".2e"
+    text = f"{middle:{sign}{form}}".replace("-", "−")
+    return text + (f" ± {stdev(values.values()):{form}}" if len(values) > 1 else "")
 
 
 def _ours(found: Found, column: dict[str, Any], digits: int, notes: dict[str, None]) -> str:

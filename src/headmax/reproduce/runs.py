@@ -31,11 +31,14 @@ VARIANTS: dict[str, HeadGateConfig | None] = {
 "softmax" is the paper's literal setting."""
 KINDS = ("plain", *GATES)
 """What is compared at one place of the read gate."""
+PLACES = (*KINDS, *(f"{kind}-after" for kind in GATES))
+"""The same at both."""
 EPS = (1e-6, 1e-5)
 SIZES = ("4x256", "6x512", "10x768")
 """Layers x hidden size. The middle one, that of most runs, has 20M parameters beside 16M of embeddings."""
 HEADS = (4, 8, 16)
 PAIRS, RECALL_HEADS, RECALL_VOCAB = (16, 32, 64), (2, 4, 8), 256
+RECALL_KINDS = (*KINDS, "softmax-after")
 NO_CHECKPOINT = CheckpointConfig(final=False)
 """Models are examined where they were trained, and their runs too short to be gone on with."""
 
@@ -144,10 +147,12 @@ def language(seed: int) -> Iterator[Run]:
 
 
 def placement(seed: int) -> Iterator[Run]:
-    """Where GLA's read gate is and what its norm adds."""
+    """Where the read gate is and what the norm adds: all of it for GLA, the most telling of it for the others."""
     for eps in EPS:
-        yield from (Run("gla", variant, seed=seed, norm_eps=eps) for variant in KINDS)
-        yield from (Run("gla", f"{kind}-after", seed=seed, norm_eps=eps) for kind in KINDS[1:])
+        yield from (Run("gla", variant, seed=seed, norm_eps=eps) for variant in PLACES)
+    for backbone in LINEAR[1:]:
+        yield from (Run(backbone, variant, seed=seed) for variant in ("softmax-after", "uniform-after"))
+        yield from (Run(backbone, variant, seed=seed, norm_eps=EPS[1]) for variant in ("plain", "softmax"))
 
 
 def heads(seed: int) -> Iterator[Run]:
@@ -162,7 +167,7 @@ def recall(seed: int) -> Iterator[Run]:
     for pairs in PAIRS:
         for n in RECALL_HEADS:
             for backbone in LINEAR:
-                yield from (Run(backbone, kind, "2x128", n, seed, RECALL_STEPS, pairs=pairs) for kind in KINDS)
+                yield from (Run(backbone, kind, "2x128", n, seed, RECALL_STEPS, pairs=pairs) for kind in RECALL_KINDS)
 
 
 def rates(seed: int) -> Iterator[Run]:
