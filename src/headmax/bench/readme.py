@@ -8,6 +8,8 @@ from pathlib import Path
 
 from headmax import records
 from headmax.demo.recall import VARIANTS, mean, seed_scores
+from headmax.reproduce.report import answers
+from headmax.reproduce.results import Results
 
 
 def kernels() -> str:
@@ -111,6 +113,11 @@ def peers() -> str:
     return "\n".join([*lines, "", f"One run, {mine.device}, commit {mine.commit}."])
 
 
+def gates() -> str:
+    """What the reproduction answers."""
+    return "\n".join(answers(Results(records.RESULTS)))
+
+
 def demo() -> str:
     """What all recorded seeds of the demo gave."""
     lines = ["| setting | seeds | " + " | ".join(VARIANTS) + " | softmax ahead of plain | of uniform |", "|---" * (4 + len(VARIANTS)) + "|"]
@@ -145,6 +152,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "kernels_gpu": kernels_gpu,
     "steps": steps,
     "decoding": decoding,
+    "gates": gates,
     "demo": demo,
     "training": training,
 }

@@ -254,7 +254,8 @@ def again(results: Results) -> Lines:
     yield "headmax reproduce prepare DATA --eval-data TASKS                           # what the tasks ask, and needles; needs lm-eval"
     yield "headmax reproduce run rates --data DATA --out OUT"
     yield "headmax reproduce run language placement heads scaling --data DATA --out OUT --budget-seconds 540"
-    yield "headmax reproduce run recall-rates --out OUT && headmax reproduce run recall --out OUT --budget-seconds 540"
+    yield "headmax reproduce run recall-rates --out OUT"
+    yield "headmax reproduce run recall --out OUT --budget-seconds 540"
     yield "headmax reproduce collect OUT --data DATA --eval-data TASKS                # into benchmarks/results; needs lm-eval"
     yield "headmax reproduce report"
     yield "```"
@@ -287,7 +288,7 @@ def commands() -> Lines:
     yield "headmax reproduce tables --records runs/*/eval/records.jsonl"
 
 
-def summary(results: Results) -> Lines:
+def answers(results: Results) -> Lines:
     """What a reader wants to know first."""
 
     def say(question: str, what: str, wanted: int, digits: int, differences: dict[str, Seeds]) -> str:
@@ -308,8 +309,7 @@ def summary(results: Results) -> Lines:
     recalled: dict[str, Seeds] = {b: results.recall(b, "softmax", "plain") for b in LINEAR}
     yield say("Do gates help recall?", "Softmax less no gates, accuracy, mean of all settings", 1, 3, recalled)
     yield ""
-    yield "Mean ± standard deviation over seeds; better, worse: the 95% interval of the mean difference leaves out zero. These are small"
-    yield "models, early in training: what could not be tested is said below."
+    yield "Mean ± standard deviation over seeds; better, worse: the 95% interval of the mean difference leaves out zero."
 
 
 def verdicts(results: Results) -> Lines:
@@ -363,7 +363,7 @@ def verdicts(results: Results) -> Lines:
 
 
 SECTIONS: dict[str, Callable[[Results], Lines]] = {
-    "In short": summary,
+    "In short": answers,
     "What held": verdicts,
     "Recommended gates": recommendation,
     "Setup": setup,
