@@ -121,7 +121,7 @@ def test_tables(page: str) -> None:
     places = page[page.index("## Where the read gate is") :]
     assert row(places, "softmax, read gate after the norm")[3:] == ["−10.0 ± 0.2", "−10.0 ± 0.2"]
     assert row(places[places.index("| GDN |") :], "softmax, read gate after the norm")[2::2] == ["", ""], "not asked for at this eps"
-    assert "![Validation perplexity over the number of heads](images/reproduction/small_heads.png)" in page
+    assert "![Validation perplexity over the number of heads](images/reproduction/small_heads.svg)" in page
     assert f"Figure, Decoding one text: {MISSING}. What makes its records: headmax bench decode." in page
     assert row(page[page.index("## Stability") :], "GLA, softmax")[1] == "3 in 3 runs"
     assert row(page, "GLA, softmax, read")[1:] == [*["0.90 (0.40)"] * 6, "0 in 3 runs"]
@@ -141,8 +141,8 @@ def test_the_page_is_written_with_its_pictures(folder: Path, tmp_path: Path) -> 
     report.write(tmp_path / "page.md", folder)
     text = (tmp_path / "page.md").read_text()
     for name in ("small_heads", "small_scaling", "recall_gla", "training_loss"):
-        assert f"({report.IMAGES}/{name}.png)" in text
-        assert (tmp_path / report.IMAGES / f"{name}.png").is_file()
+        assert f"({report.IMAGES}/{name}.svg)" in text
+        assert (tmp_path / report.IMAGES / f"{name}.svg").is_file()
 
 
 def test_the_committed_page_is_what_the_records_give() -> None:

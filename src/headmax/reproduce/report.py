@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -396,7 +398,7 @@ def render(results: Results) -> str:
         lines += [f"## {title}", "", *section(results), ""]
         for name in FIGURES.get(title, ()):
             figure = figures.FIGURES[name]
-            drawn = f"![{figure.title}]({IMAGES}/{name}.png)"
+            drawn = f"![{figure.title}]({IMAGES}/{name}.svg)"
             missing = f"Figure, {figure.title}: {MISSING}. What makes its records: {figure.needs}."
             lines += [drawn if figures.collect(figure, results.records)[0] else missing, ""]
     return "\n".join(lines).rstrip() + "\n"
@@ -404,7 +406,11 @@ def render(results: Results) -> str:
 
 def write(page: Path, folder: Path) -> None:
     """The page and its pictures, from the records in a folder."""
-    results = Results(folder)
+    results, images = Results(folder), page.parent / IMAGES
     page.write_text(render(results))
-    for name in chain(*FIGURES.values()):
-        figures.draw(name, page.parent / IMAGES, results.records)
+    images.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as drawn:
+        for name in chain(*FIGURES.values()):
+            figures.draw(name, Path(drawn), results.records)
+        for path in Path(drawn).glob("*.svg"):
+            shutil.copy(path, images)
