@@ -1,4 +1,4 @@
-"""The paper's proposition and theorems as experiments, and what a norm leaves of the read gate. Float64, a few seconds."""
+"""The paper's proposition and theorems as experiments in float64, and what a norm leaves of the read gate, also in models that start."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headmax.layers import HeadGateConfig
 from headmax.layers.feature_map import FEATURE_MAPS
 from headmax.layers.norm import OutputNorm
+from headmax.models import HeadmaxConfig, HeadmaxForCausalLM
 from headmax.ops import head_gate
 
 
@@ -163,3 +165,18 @@ def surviving(placement: str, gates: Tensor, eps: float, rms: float = 1.0, width
         first, second = y.square().mean(-1).flatten()
         found.append(0.5 * torch.log2(first / second))
     return torch.stack(found)
+
+
+@torch.no_grad()
+def before_training(mixer: str, gate: HeadGateConfig | None, *, tokens: int = 512, seed: int = 0) -> tuple[float, float]:
+    """Root mean square of what the output norm of a head gets (the median over tokens and heads), and of what mixers add to the residual
+    stream, on random tokens; means over 6 layers x 512 with 4 heads."""
+    torch.manual_seed(seed)
+    config = HeadmaxConfig(mixer=mixer, hidden_size=512, num_hidden_layers=6, num_heads=4, vocab_size=32_000, head_gate=gate)
+    model = HeadmaxForCausalLM(config).eval()
+    given, added = list[float](), list[float]()
+    for block in model.model.layers:
+        block.mixer.output_norm.register_forward_pre_hook(lambda _, x: given.append(float(x[0].square().mean(-1).sqrt().median())))
+        block.mixer.register_forward_hook(lambda _, x, y: added.append(float(y[0].square().mean().sqrt())))
+    model(torch.randint(config.vocab_size, (1, tokens)))
+    return sum(given) / len(given), sum(added) / len(added)

@@ -10,9 +10,17 @@ import torch
 from headmax import records
 from headmax.analysis import theory
 from headmax.analysis.style import pyplot, save
+from headmax.layers import HeadGateConfig
+from headmax.recipes.language import BACKBONES
 from headmax.records import Record, Recorder
 
 EPS = (1e-8, 1e-6, 1e-4, 1e-2)
+CONSTANTS = {
+    "plain": None,
+    "uniform": HeadGateConfig(kind="uniform", read_position="query"),
+    "uniform-read-after": HeadGateConfig(kind="uniform", read_position="after_norm", write=False),
+}
+"""Gates that are constant factors."""
 LINES = dict(zip(theory.PLACEMENTS, ("-", "--", "-.", ":"), strict=True))
 
 
@@ -24,6 +32,7 @@ def reproduce(folder: Path) -> list[Record]:
         *_theorem_1(plt, make, folder),
         *_theorem_2(plt, make, folder),
         *_read_gate(plt, make, folder),
+        *_before_training(make),
     ]
     (folder / "records.jsonl").unlink(missing_ok=True)
     records.append(folder / "records.jsonl", made)
@@ -105,4 +114,13 @@ def _read_gate(plt: Any, make: Recorder, folder: Path) -> list[Record]:
     axes.set_title("A per-head norm divides the read gate out, up to eps")
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     save(figure, folder, "read_gate")
+    return made
+
+
+def _before_training(make: Recorder) -> list[Record]:
+    made = []
+    for backbone in (name for name in BACKBONES if name != "transformer"):
+        for name, gate in CONSTANTS.items():
+            found = zip(("norm's input", "mixer's output"), theory.before_training(BACKBONES[backbone], gate), strict=True)
+            made += [make(f"before training, {backbone}, {name}", "headmax", what, size, "rms") for what, size in found]
     return made

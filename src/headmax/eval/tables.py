@@ -17,12 +17,12 @@ PAPER: dict[str, Any] = json.loads(Path(__file__).with_name("paper.json").read_t
 RECORDS = records.RESULTS / "eval.jsonl"
 ERRORS = 1.96
 """Standard errors within which a score counts as chance."""
-LEGEND = f"† within {ERRORS} standard errors of chance. Δ: difference to the backbone without gates, from the same seed."
-ONE, SEVERAL = "± one standard error.", "± standard deviation over seeds."
+LEGEND = f"† within {ERRORS} standard errors of chance, or below. Δ: difference to the backbone without gates, from the same seed."
+ONE, SEVERAL = "± one standard error.", "± standard deviation over seeds, or one standard error where there is one seed."
 SUBSETS = {"squad_subset.jsonl": "a subset of SQuAD, not the paper's selection"}
-CONTROLS = {"uniform": "Uniform", "sigmoid": "Sigmoid", "uniform-read-after": "Uniform, read alone, after the norm,"}
+CONTROLS = {"uniform": "Uniform", "sigmoid": "Sigmoid", "uniform-read-after": "No gates, output x 1/H,"}
 """Gates that do not compete, by what stands before the backbone in a model's name."""
-LARGE = 1e5
+LARGE = 1e4
 """From where on a number is shown by its order."""
 Cells = Sequence[float | None]
 Found = dict[int | None, Record]
@@ -147,10 +147,12 @@ def spread(values: Mapping[int | None, float], digits: int, sign: Literal["", "+
     """The mean over seeds, with its spread if there are several."""
     if not values:
         return ""
-    middle = mean(values.values())
-    form = f".{digits}f" if abs(middle) < LARGE else ".2e"
-    text = f"{middle:{sign}{form}}".replace("-", "−")
-    return text + (f" ± {stdev(values.values()):{form}}" if len(values) > 1 else "")
+    text = f"{_number(mean(values.values()), digits, sign)}".replace("-", "−")
+    return text + (f" ± {_number(stdev(values.values()), digits)}" if len(values) > 1 else "")
+
+
+def _number(value: float, digits: int, sign: Literal["", "+"] = "") -> str:
+    return f"{value:{sign}.{digits}f}" if abs(value) < LARGE else f"{value:{sign}.2e}"
 
 
 def _ours(found: Found, column: dict[str, Any], digits: int, notes: dict[str, None]) -> str:
@@ -160,8 +162,8 @@ def _ours(found: Found, column: dict[str, Any], digits: int, notes: dict[str, No
     factor = 100 if last.unit == "fraction" else 1
     text, errors = spread(values, digits), [r.extra["stderr"] * factor for r in found.values() if r.extra["stderr"] is not None]
     if errors:
-        text += f" ± {errors[0]:.{digits}f}" * (len(values) == 1)
-        if column["chance"] is not None and abs(mean(values.values()) - column["chance"]) <= ERRORS * mean(errors):
+        text += f" ± {_number(errors[0], digits)}" * (len(values) == 1)
+        if column["chance"] is not None and mean(values.values()) - column["chance"] <= ERRORS * mean(errors):
             text += " †"
     said = [f"the first {last.extra['n']} documents of a task only"] * (last.extra["limit"] is not None)
     said += [SUBSETS[source] for source in [last.extra.get("data")] if source in SUBSETS]

@@ -29,7 +29,8 @@ def gates(results: Results) -> Iterator[str]:
     yield table(["gate", *(f"layer {n}" for n in LAYERS), "dead heads"], rows)
     yield ""
     yield "Entropy of the gate over 4 heads (1: an even split, 0: one head takes all) and, in brackets, the largest mean share of a head;"
-    yield f"means over seeds, on validation text. Dead: a mean share below {DEAD:g} of an even one."
+    yield f"means over seeds, on validation text. Dead: a mean share below {DEAD:g} of an even one. Read gates here are on"
+    yield "the query: under the norm of GLA and RetNet they change the output only where a share is so small that the norm's eps counts."
     yield from ("", "### Which heads win what", "")
     yield from winners(results)
 
@@ -54,10 +55,10 @@ def winners(results: Results) -> Iterator[str]:
     columns = [f"{gate} gate{when}" for gate in GATES for when in ("", ", before training")]
     yield table(["bits that a token's kind tells of the winner, mean of layers", *columns], rows)
     yield ""
-    yield f"Kinds: {', '.join(KINDS)}. 0 bits: every head wins the same part of every kind; 2 bits: the"
-    yield "kind decides which of 4 heads wins. Gates before training have winners too, by a hair, hence the comparison. Below, of each gate"
-    yield "the head and kind that depart most from an even part and the tokens that the head wins most often beyond its part (▁: a space)."
-    yield "Heads have no names that hold across seeds, so this is one seed:"
+    yield f"Kinds: {', '.join(KINDS)}. 0 bits: every head wins the same part of every kind;"
+    yield "at most a kind tells as many bits as its own entropy has. Gates before training have winners too, by a hair, hence the"
+    yield "comparison. Below, of each gate the head and kind that depart most from an even part and the tokens that the head wins most"
+    yield "often beyond its part (▁: a space). Heads have no names that hold across seeds, so this is one seed:"
     for b in LINEAR:
         record = next(filter(None, (results.record(WINS, Run(b, "softmax", seed=seed)) for seed in SEEDS)), None)
         yield ""

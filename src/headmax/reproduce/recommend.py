@@ -10,7 +10,7 @@ from typing import Any
 from headmax.analysis.figures import TITLES
 from headmax.layers import HeadGateConfig
 from headmax.models import HeadmaxConfig
-from headmax.reproduce.results import LOSS, MISSING, Results, Seeds, percent, show, table, told_apart
+from headmax.reproduce.results import LOSS, MISSING, WORDS, Results, Seeds, relative, show, table, told_apart
 from headmax.reproduce.runs import EPS, LINEAR, PLACES, VARIANTS, Run
 
 PAPER = "softmax"
@@ -64,7 +64,7 @@ Evidence = dict[str, tuple[Seeds, int]]
 def evidence(results: Results, one: Setting, other: Setting) -> Evidence:
     made: Evidence = {}
     for b in LINEAR:
-        made[f"{TITLES[b]}, % of perplexity"] = percent(results.paired(LOSS, one.run(b), other.run(b))), -1
+        made[f"{TITLES[b]}, % of perplexity"] = relative(results.paired(LOSS, one.run(b), other.run(b))), -1
     for b in LINEAR:
         differs = one.variant != other.variant
         made[f"{TITLES[b]}, recall"] = (results.recall(b, one.variant, other.variant) if differs else {}), 1
@@ -79,7 +79,7 @@ def promising(found: Mapping[Setting, Evidence]) -> list[Setting]:
 
 def preferred(results: Results, found: Mapping[Setting, Evidence]) -> Setting | None:
     """By the rule; None if the default stays."""
-    whole = [setting for setting in promising(found) if all(len(differences) > 1 for differences, _ in found[setting].values())]
+    whole = [setting for setting in promising(found) if all(len(differences) > 2 for differences, _ in found[setting].values())]
     if not whole:
         return None
     losses = {setting: mean(results.seeds(LOSS, setting.run("gla")).values()) for setting in whole}
@@ -97,8 +97,8 @@ def recommendation(results: Results) -> Iterator[str]:
         for digits, (differences, wanted) in zip((1, 1, 1, 3, 3, 3), columns.values(), strict=True):
             words = {1: ", **better**", -1: ", **worse**", 0: ""}[told_apart(differences) * wanted]
             cells.append(show(differences, digits, sign=True) + words if differences else "")
-            judged += len(differences) > 1
-        rows.append([str(setting), *cells])
+            judged += len(differences) > 2
+        rows.append([f"{WORDS[setting.variant]}, eps {setting.norm_eps:g}", *cells])
     yield f"The default is {now}; the paper's literal setting is " + ("the same." if now.variant == PAPER else f"{literal()}.")
     yield "Other settings less the default, seed by seed; a loss is better below zero, recall above (accuracy, mean of all pairs and heads,"
     yield f"at norm_eps {EPS[0]:g} whatever the row's). An empty cell was not measured."
@@ -111,16 +111,19 @@ def recommendation(results: Results) -> Iterator[str]:
         yield f"Recommendation: {MISSING}; the default stays."
         return
     taken = preferred(results, found)
-    if taken is None:
-        yield f"**Recommendation: the default stays, {now}.** No other setting is known to be better without being worse elsewhere."
-        if waiting := promising(found):
-            yield f"{len(waiting)} settings are better somewhere and nowhere worse, but were not measured in all columns."
-    else:
+    waiting = len(promising(found))
+    if taken is not None:
         yield f"**Recommendation: {taken}** instead of {now}. The paper's literal setting remains {literal()}."
-    yield f"{judged} differences have two seeds or more and were judged one by one; if no setting made a difference, about"
-    yield f"{judged / 20:.0f} of them would still be called better or worse, by chance."
+    elif waiting:
+        yield f"**No recommendation yet: the default stays for want of measurements, {now}.**"
+        yield f"{waiting} settings are better than it somewhere and nowhere worse, but were not measured in all columns. Rows at"
+        yield "another eps were not asked for in all of them."
+    else:
+        yield f"**Recommendation: the default stays, {now}.** No other setting is better without being worse elsewhere."
+    yield f"{judged} differences have three seeds and were judged one by one, all against the same runs of the default: a few of them"
+    yield "may be called better or worse by chance."
     frozen = found.get(Setting("uniform", now.norm_eps), {})
-    same = [column for column, (differences, _) in frozen.items() if len(differences) > 1 and not told_apart(differences)]
+    same = [column for column, (differences, _) in frozen.items() if len(differences) > 2 and not told_apart(differences)]
     if now.variant == PAPER and same:
         yield f"Gates frozen at 1/H were not told apart from gates that compete in {len(same)} of 6 columns ({', '.join(same)})."
 

@@ -6,39 +6,26 @@ import math
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from statistics import mean
 
 from headmax.analysis import figures
-from headmax.eval import names, tables
+from headmax.eval import tables
 from headmax.eval.tables import PAPER
 from headmax.recipes.language import BACKBONES, HEADS_STUDY, SCALES
+from headmax.records import Record
+from headmax.reproduce.claims import AFTER, GUESS, answers, gain, needles, verdicts
 from headmax.reproduce.efficiency import efficiency
 from headmax.reproduce.gates import gates
 from headmax.reproduce.needles import LENGTHS
 from headmax.reproduce.recommend import recommendation
-from headmax.reproduce.results import (
-    HELD,
-    LOSS,
-    MISSING,
-    OPPOSITE,
-    Results,
-    Seeds,
-    judge,
-    less,
-    percent,
-    perplexity,
-    recall_run,
-    show,
-    table,
-    told_apart,
-)
+from headmax.reproduce.results import LOSS, MISSING, WORDS, Results, Seeds, percent, perplexity, recall_run, relative, show, table
 from headmax.reproduce.run import chosen
 from headmax.reproduce.runs import (
     BATCH,
     EPS,
-    GATES,
     HEADS,
     KINDS,
     LENGTH,
@@ -48,8 +35,8 @@ from headmax.reproduce.runs import (
     PLACES,
     RATES,
     RECALL_HEADS,
-    RECALL_KINDS,
     RECALL_STEPS,
+    SEEDS,
     SIZES,
     STEPS,
     Run,
@@ -59,42 +46,38 @@ from headmax.train.metrics import STABILITY
 
 Lines = Iterator[str]
 TITLES = figures.TITLES
-WORDS = {
-    "plain": "no gates",
-    "softmax": "softmax",
-    "uniform": "uniform",
-    "sigmoid": "sigmoid",
-    **{f"{kind}-after": f"{kind}, read gate after the norm" for kind in GATES},
-    "uniform-read-after": "uniform, read alone, after the norm",
-}
 IMAGES = "images/reproduction"
-AFTER = " after needles"
 INTRODUCTION = (
     "The paper's tables and figures at a scale that fits a GPU for minutes, with the controls it lacks. Written by",
     "`headmax reproduce report` from the records in `benchmarks/results/`; no figure here is typed in.",
 )
 
 
+MOMENTS = [n * STEPS * LENGTH * BATCH // 8 for n in (1, 2, 4, 8)]
+"""Tokens after which leads are looked at."""
+
+
 def setup(results: Results) -> Lines:
     budget = f"{STEPS * LENGTH * BATCH / 1e6:.1f}M tokens, {STEPS} steps of {BATCH} sequences of {LENGTH}"
     yield f"Models of {SIZES[1]} (layers x hidden size: about 20M parameters beside 16M of embeddings) with 4 heads are trained on"
     yield f"{budget}. All models of a seed see the same tokens in the same order and start from the"
-    yield "same values of the parameters that they have in common. AdamW and schedule are the paper's. The"
-    yield "controls uniform (gates frozen at 1/H) and sigmoid (gates that do not compete) have the softmax's place and mean."
+    yield "same values of the parameters that they have in common. The texts are English Wikipedia, old books and textbooks, in Mistral's"
+    yield f"tokens; {8 * BATCH * LENGTH:,} tokens of other articles and textbooks are for validation. AdamW and the shape of the schedule"
+    yield "are the paper's; warm-up is a tenth of the run (there a thirtieth). The controls uniform (gates frozen at 1/H) and sigmoid"
+    yield "(gates that do not compete) have the softmax's place and, sigmoid at the start only, its mean. No gates, output x 1/H, is a frozen"
+    yield "read gate after the norm and no write gate: the plain model, whose mixers' output is divided by the number of heads."
     yield ""
     rows = []
     for backbone in BACKBONES:
-        rates = Run(backbone).rates()
-        found = [results.record(LOSS, rate) for rate in rates]
-        best = MISSING
-        if results.runs.issuperset(rates):
-            lr = chosen(Run(backbone), results.records_of_runs)
-            best = f"{lr:g}" + ", the edge of those tried" * (lr in (RATES["text"][0], RATES["text"][-1]))
-        rows.append([TITLES[backbone], *(MISSING if one is None else f"{one.value:.3f}" for one in found), best])
+        rows.append([TITLES[backbone], *tried(results, Run(backbone))])
+        if backbone in LINEAR:
+            other = [results.record(LOSS, replace(rate, variant="uniform-read-after")) for rate in Run(backbone).rates()]
+            rows.append([f"{TITLES[backbone]}, {WORDS['uniform-read-after']}", *map(three, other), ""])
     yield table(["learning rate, validation loss after fewer steps", *(f"{rate:g}" for rate in RATES["text"]), "taken"], rows)
     yield ""
     yield "The rate is chosen for the plain model, at this size with 4 heads and seed 0, and taken for all gates, sizes and numbers of"
-    yield "heads of its backbone: where gates change the size of what a layer adds, another rate might suit them better."
+    yield "heads of its backbone. One seed cannot tell rates apart whose losses are close, and where gates change the size of what a layer"
+    yield "adds, another rate might suit them better."
     yield ""
     for part in PARTS:
         wanted = runs([part])
@@ -107,6 +90,20 @@ def setup(results: Results) -> Lines:
     for record in results.records_of_runs:
         if record.metric == "failed":
             yield f"- {record.case}, seed {record.seed}, could not be trained: {record.extra['error']}"
+
+
+def tried(results: Results, run: Run) -> list[str]:
+    """The losses of the rates that were tried, and the rate that was taken."""
+    rates, best = run.rates(), MISSING
+    if results.runs.issuperset(rates):
+        lr = chosen(run, results.records_of_runs)
+        best = f"{lr:g}" + ", the edge of those tried" * (lr in (rates[0].lr, rates[-1].lr))
+    return [*(three(results.record(LOSS, rate)) for rate in rates), best]
+
+
+def three(record: Record | None) -> str:
+    """With three digits."""
+    return MISSING if record is None else f"{record.value:.3f}"
 
 
 def language(results: Results) -> Lines:
@@ -123,23 +120,62 @@ def language(results: Results) -> Lines:
     rows = []
     for b in LINEAR:
         wiki = [PAPER["tables"][0]["values"][name][0] for name in (f"softmax-{b}", b)]
-        found = [percent(results.paired(LOSS, Run(b, one), Run(b, other))) for one, other in pairs]
-        rows.append([TITLES[b], f"{100 * math.log(wiki[0] / wiki[1]):+.1f}".replace("-", "−"), *(show(x, 1, sign=True) for x in found)])
+        found = [relative(results.paired(LOSS, Run(b, one), Run(b, other))) for one, other in pairs]
+        rows.append([TITLES[b], f"{100 * (wiki[0] / wiki[1] - 1):+.1f}".replace("-", "−"), *(show(x, 1, sign=True) for x in found)])
     yield table(header, rows)
     yield ""
-    yield "Differences seed by seed, mean ± standard deviation; negative is better. 100 times a difference of losses."
+    yield "Differences seed by seed, mean ± standard deviation; negative is better. Validation perplexity is per token."
+    yield from ("", "### How the lead of a smaller output comes and goes", "")
+    yield from lead(results)
+    yield from ("", "### What mixers add before training", "")
+    yield from start(results)
+
+
+def lead(results: Results) -> Lines:
+    """The training loss of constant factors less that of no gates, over the run."""
+
+    def curve(run: Run) -> dict[int, float]:
+        record = results.record("training loss", run)
+        return {} if record is None else dict(record.extra["curve"])
+
+    rows = []
+    for b in LINEAR:
+        for v in ("uniform", "uniform-read-after"):
+            pairs = {seed: (curve(Run(b, v, seed=seed)), curve(Run(b, seed=seed))) for seed in SEEDS}
+            leads: list[Seeds] = [
+                {seed: mine[t] - plain[t] for seed, (mine, plain) in pairs.items() if t in mine and t in plain} for t in MOMENTS
+            ]
+            rows.append([f"{TITLES[b]}: {WORDS[v]} less {WORDS['plain']}", *(show(relative(x), 0, True) for x in leads)])
+    yield table(["% of perplexity, training", *(f"{moment / 1e6:.1f}M tokens" for moment in MOMENTS)], rows)
+
+
+def start(results: Results) -> Lines:
+    found = {(r.case, r.metric): r for r in results.records if r.case.startswith("before training, ")}
+    rows = []
+    for b in LINEAR:
+        for v in ("plain", "uniform", "uniform-read-after"):
+            pair = [found.get((f"before training, {b}, {v}", metric)) for metric in ("norm's input", "mixer's output")]
+            rows.append([f"{TITLES[b]}, {WORDS[v]}", *(f"{one.value:.1e}" if one else MISSING for one in pair)])
+    yield table(["root mean square", "what the norm of a head gets", "what the mixer adds"], rows)
+    yield ""
+    yield f"The norm divides a constant factor out where what it gets is large beside the root of its eps, {math.sqrt(EPS[0]):g}; where"
+    yield "it is not, frozen gates on the query make the mixer's output smaller, as a factor after the norm does. Embeddings start at 0.02."
 
 
 def paper_tables(results: Results) -> Lines:
     found = [path for path in [results.folder / "eval.jsonl"] if path.is_file()]
     if not found:
         yield f"Zero-shot tasks: {MISSING} here.\n"
-    *short, haystack = tables.grids(found, SIZES[1])
-    yield from (grid.markdown() for grid in short)
+    zero_shot, questions, haystack = tables.grids(found, SIZES[1])
+    yield zero_shot.markdown()
+    yield "WikiText's perplexity is per word.\n"
+    yield f"### {questions.title}\n"
+    yield from folded("All models beside the paper's figures", questions)
     yield f"### {haystack.title}"
     yield ""
     yield f"As trained on text, and after a short training on needles, on answers alone, in prompts of up to {max(LENGTHS):,} tokens. Means"
-    yield "over the nine tasks: S-NIAH-1, 2 and 3 at 1K, 2K and 4K. The log-probability of the values tells apart models that find none."
+    yield "over the nine tasks: S-NIAH-1, 2 and 3 at 1K, 2K and 4K. The log-probability of the values may tell apart models that find"
+    yield f"none; one that knows the form of a value and guesses its digits has {GUESS:.1f}.".replace("-", "−")
     yield ""
     models = {f"{TITLES[b]}, {WORDS[v]}": Run(b, v) for b in LINEAR for v in (*KINDS, "uniform-read-after")}
     models[TITLES["transformer"]] = Run("transformer")
@@ -151,14 +187,14 @@ def paper_tables(results: Results) -> Lines:
     yield table(["model", "needles found, %", "after needles", "log-probability of the values, nats", "after needles"], rows)
     yield ""
     for when, grid in (("As trained", haystack), ("After needles", tables.grids(found, f"{SIZES[1]}-needles")[2])):
-        yield f"<details><summary>{when}, task by task, beside the paper's figures</summary>\n"
-        yield grid.markdown().split("\n", 2)[2]
-        yield "</details>\n"
+        yield from folded(f"{when}, task by task, beside the paper's figures", grid)
 
 
-def needles(metric: str, after: str) -> list[str]:
-    """A metric of all nine tasks."""
-    return [f"niah_single_{task}_{length} {metric}{after}" for task in (1, 2, 3) for length in ("1k", "2k", "4k")]
+def folded(summary: str, grid: tables.Grid) -> Lines:
+    """A table to be opened, without its title."""
+    yield f"<details><summary>{summary}</summary>\n"
+    yield grid.markdown().split("\n", 2)[2]
+    yield "</details>\n"
 
 
 def placement(results: Results) -> Lines:
@@ -168,18 +204,13 @@ def placement(results: Results) -> Lines:
         for v in PLACES:
             both = [Run(b, v, norm_eps=eps) for eps in EPS]
             found = [show(perplexity(results.seeds(LOSS, run))) if run in asked else "" for run in both]
-            gained = [percent(results.paired(LOSS, run, run.twin)) for run in both]
+            gained = [relative(results.paired(LOSS, run, run.twin)) for run in both]
             differences = [show(x, 1, sign=True) if run in asked and v != "plain" else "" for x, run in zip(gained, both, strict=True)]
             rows += [[WORDS[v], *found, *differences]] if asked & set(both) else []
         columns = (*(f"perplexity, eps {eps:g}" for eps in EPS), *(f"per cent less no gates, eps {eps:g}" for eps in EPS))
         yield table([TITLES[b], *columns], rows)
         yield ""
-    yield "An empty cell was not asked for. The norm divides a constant factor out where what it gets is large beside the root of its eps."
-
-
-def gain(results: Results, run: Run, plain: Run) -> dict[int | None, float]:
-    """By how much the perplexity is lower."""
-    return less(perplexity(results.seeds(LOSS, plain)), perplexity(results.seeds(LOSS, run)))
+    yield "An empty cell was not asked for."
 
 
 def heads(results: Results) -> Lines:
@@ -201,28 +232,40 @@ def scaling(results: Results) -> Lines:
         count = MISSING if record is None else f"{record.extra['parameters'] / 1e6:.1f}M"
         both = [Run("gla", v, size) for v in ("plain", "softmax")]
         found = [show(perplexity(results.seeds(LOSS, run))) for run in both]
-        rows.append([size, count, *found, show(percent(results.paired(LOSS, both[1], both[0])), 1, True)])
+        rows.append([size, count, *found, show(relative(results.paired(LOSS, both[1], both[0])), 1, True)])
     yield table(["size", "parameters", "GLA", "Softmax GLA", "per cent of perplexity, difference"], rows)
     paper = PAPER["figures"]["scaling"]
     yield f"\nThe paper: Softmax GLA at 170M ({paper['softmax-gla-170m']}) comes close to GLA at 340M ({paper['gla-340m']}), WikiText."
 
 
 def recall(results: Results) -> Lines:
-    yield f"MQAR, 2 layers x 128 with short convolutions, {RECALL_STEPS} steps of 64 sequences; accuracy on held-out ones."
+    yield f"MQAR, 2 layers x 128 with short convolutions, {RECALL_STEPS} steps of 64 sequences; accuracy on held-out ones. In hard"
+    yield "settings it still rises at the end, so that this measures how fast models learn as well; the mean over training does so more."
+    yield ""
+    rows = [[TITLES[b], *tried(results, recall_run(b, "plain", PAIRS[1], 4))] for b in LINEAR]
+    yield table(["learning rate, validation loss", *(f"{rate:g}" for rate in RATES["recall"]), "taken"], rows)
     yield ""
     for backbone in LINEAR:
         rows = [
-            [str(pairs), str(n), *(accuracy(results, recall_run(backbone, kind, pairs, n)) for kind in RECALL_KINDS)]
+            [str(pairs), str(n), *(accuracy(results, recall_run(backbone, kind, pairs, n)) for kind in PLACES)]
             for pairs in PAIRS
             for n in RECALL_HEADS
         ]
-        yield table([f"{TITLES[backbone]}: pairs", "heads", *(WORDS[kind] for kind in RECALL_KINDS)], rows)
+        yield table([f"{TITLES[backbone]}: pairs", "heads", *(WORDS[kind] for kind in PLACES)], rows)
         yield ""
-    others = ("plain", "uniform", "sigmoid")
-    rows = [[TITLES[b], *(show(results.recall(b, "softmax", other), 3, True) for other in others)] for b in LINEAR]
-    yield table(["accuracy of softmax, mean of all settings", *(f"less {WORDS[kind]}" for kind in others)], rows)
-    yield f"\n† within {tables.ERRORS} standard errors of guessing among the values, or below. Mean ± standard deviation over seeds; the"
-    yield "differences are taken seed by seed."
+    pairs = [
+        ("softmax", "plain"),
+        ("softmax", "uniform"),
+        ("softmax", "sigmoid"),
+        ("softmax-after", "plain"),
+        ("softmax-after", "uniform-after"),
+    ]
+    for metric in ("accuracy", "mean accuracy over training"):
+        rows = [[TITLES[b], *(show(results.recall(b, *pair, metric), 3, True) for pair in pairs)] for b in LINEAR]
+        yield table([f"{metric}, mean of all settings", *(f"{WORDS[one]} less {WORDS[other]}" for one, other in pairs)], rows)
+        yield ""
+    yield f"† within {tables.ERRORS} standard errors of guessing among the values, or below. Mean ± standard deviation over seeds; the"
+    yield "differences are taken seed by seed. The rates are those of plain models at 32 pairs and 4 heads."
 
 
 def accuracy(results: Results, run: Run) -> str:
@@ -290,88 +333,14 @@ def commands() -> Lines:
     yield "headmax reproduce tables --records runs/*/eval/records.jsonl"
 
 
-def answers(results: Results) -> Lines:
-    """What a reader wants to know first."""
-
-    def say(question: str, what: str, wanted: int, digits: int, differences: dict[str, Seeds]) -> str:
-        words = {1: "better", -1: "worse", 0: "not told apart"}
-        each = (
-            f"{TITLES[b]} " + (f"{show(x, digits, True)} ({words[told_apart(x) * wanted]})" if x else MISSING)
-            for b, x in differences.items()
-        )
-        return f"- **{question}** {what}: {'; '.join(each)}."
-
-    def losses(one: str, other: str) -> dict[str, Seeds]:
-        return {b: percent(results.paired(LOSS, Run(b, one), Run(b, other))) for b in LINEAR}
-
-    yield say("Do gates help a language model?", "Softmax less no gates, % of perplexity", -1, 1, losses("softmax", "plain"))
-    yield say("Is it the competition?", "Softmax less gates frozen at 1/H", -1, 1, losses("softmax", "uniform"))
-    yield say("Where does the read gate belong?", "After the norm less on the query, softmax", -1, 1, losses("softmax-after", "softmax"))
-    yield say("And there?", "Softmax less gates frozen at 1/H, both after the norm", -1, 1, losses("softmax-after", "uniform-after"))
-    recalled: dict[str, Seeds] = {b: results.recall(b, "softmax", "plain") for b in LINEAR}
-    yield say("Do gates help recall?", "Softmax less no gates, accuracy, mean of all settings", 1, 3, recalled)
-    yield ""
-    yield "Mean ± standard deviation over seeds; better, worse: the 95% interval of the mean difference leaves out zero."
-
-
-def verdicts(results: Results) -> Lines:
-    rows = []
-
-    def add(claim: str, differences: Seeds, wanted: int, unit: str, digits: int = 1) -> None:
-        rows.append([claim, (show(differences, digits, True) + f" {unit}") if differences else MISSING, judge(differences, wanted)])
-
-    def losses(one: Run, other: Run) -> Seeds:
-        return percent(results.paired(LOSS, one, other))
-
-    ppl = "% of perplexity"
-    for b in LINEAR:
-        add(f"The softmax over heads lowers the perplexity of {TITLES[b]}", losses(Run(b, "softmax"), Run(b)), -1, ppl)
-    for b in LINEAR:
-        for control in ("uniform", "sigmoid"):
-            add(f"{TITLES[b]}: it is the competition (softmax below {control})", losses(Run(b, "softmax"), Run(b, control)), -1, ppl)
-    few, many = (gain(results, Run("gla", "softmax", heads=n), Run("gla", heads=n)) for n in (HEADS[0], HEADS[-1]))
-    add(f"The gain of Softmax GLA grows from {HEADS[0]} to {HEADS[-1]} heads", less(many, few), 1, "in perplexity", 2)
-    at_most = [Run("gla", v, heads=HEADS[-1]) for v in ("softmax", "uniform")]
-    add(f"GLA at {HEADS[-1]} heads: it is the competition (softmax below uniform)", losses(*at_most), -1, ppl)
-    for size in SIZES:
-        add(f"Softmax GLA is better at {size}", losses(Run("gla", "softmax", size), Run("gla", size=size)), -1, ppl)
-    for b in LINEAR:
-        add(f"Softmax {TITLES[b]} recalls more (MQAR, all settings)", results.recall(b, "softmax", "plain"), 1, "accuracy", 3)
-        add(f"{TITLES[b]}: more than uniform gates let it recall", results.recall(b, "softmax", "uniform"), 1, "accuracy", 3)
-    scores = {
-        "has a higher average on the zero-shot tasks": ([f"{task} acc" for task in names.COMMONSENSE[1:]], 100, "points"),
-        "answers more questions (SQuAD subset)": (["squad_completion contains"], 100, "points"),
-        "finds more needles, as trained (mean of 9 tasks)": (needles("acc", ""), 100, "points"),
-        "finds more needles after training on needles": (needles("acc", AFTER), 100, "points"),
-        "finds the needles' values likelier after training on needles": (needles("answer_logprob", AFTER), 1, "nats"),
-    }
-    for claim, (metrics, factor, unit) in scores.items():
-        for b in LINEAR:
-            found = less(*(results.average(metrics, Run(b, v)) for v in ("softmax", "plain")))
-            add(f"Softmax {TITLES[b]} {claim}", {seed: factor * value for seed, value in found.items()}, 1, unit, 2)
-    yield table(["claim", "ours, mean ± standard deviation over seeds", "verdict"], rows)
-    yield ""
-    judged = [verdict for _, _, verdict in rows]
-    held, opposite, missing = (judged.count(verdict) for verdict in (HELD, OPPOSITE, MISSING))
-    unclear = len(rows) - held - opposite - missing
-    yield f"Of {len(rows)} claims {held} held and {opposite} turned out the opposite; {unclear} were not told apart from chance, or have"
-    yield f"one seed only; {missing} are not measured. Held, or the opposite: the 95% interval of the mean difference over seeds leaves out"
-    yield "zero. Each claim is judged by itself: where nothing differs, about one in twenty would be judged so all the same. With three"
-    yield "seeds an effect must be about 2.5 times its standard deviation to be seen; where it was not, nothing is decided."
-    yield ""
-    yield "Could not be tested here: the paper's size and 15B tokens of SlimPajama (these models see other texts and are judged early in"
-    yield "training), SWDE and FDA (no data), contexts of 8K, and whether gated models want another learning rate than plain ones. Where a"
-    yield "table below marks accuracies as chance, their differences are noise."
-
-
 SECTIONS: dict[str, Callable[[Results], Lines]] = {
     "In short": answers,
-    "What held": verdicts,
-    "Recommended gates": recommendation,
     "Setup": setup,
     "Language modelling": language,
-    "The paper's tables": paper_tables,
     "Where the read gate is, and the norm's eps": placement,
+    "What held": verdicts,
+    "Recommended gates": recommendation,
+    "The paper's tables": paper_tables,
     "Heads": heads,
     "Sizes": scaling,
     "Recall": recall,

@@ -11,18 +11,25 @@ from pathlib import Path
 from statistics import mean, stdev
 
 from headmax import records
-from headmax.eval.tables import spread
+from headmax.eval.tables import ERRORS, spread
 from headmax.records import Record
 from headmax.reproduce.run import SUITE
-from headmax.reproduce.runs import PAIRS, RECALL_HEADS, RECALL_STEPS, SEEDS, Run
+from headmax.reproduce.runs import GATES, PAIRS, RECALL_HEADS, RECALL_STEPS, SEEDS, Run
 
 Seeds = Mapping[int | None, float]
 """A number by seed."""
 LOSS = "validation loss"
 MISSING = "not measured"
-HELD, OPPOSITE = "**held**", "**the opposite**"
-QUANTILES = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}
-"""Of Student's t at 97.5%, by the number of seeds."""
+HELD, OPPOSITE, FLOOR = "**held**", "**the opposite**", "cannot be told: both at chance"
+QUANTILES = {3: 4.30, 4: 3.18, 5: 2.78}
+"""Of Student's t at 97.5%, by the number of seeds; fewer decide nothing."""
+WORDS = {
+    "plain": "no gates",
+    **{kind: kind for kind in GATES},
+    **{f"{kind}-after": f"{kind}, read gate after the norm" for kind in GATES},
+    "uniform-read-after": "no gates, output x 1/H",
+}
+"""Variants as the page calls them. The last is a frozen read gate after the norm and no write gate: a plain model of smaller output."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +74,17 @@ class Results:
         """`run` less `other`, seed by seed."""
         return less(self.seeds(metric, run), self.seeds(metric, other))
 
-    def recall(self, backbone: str, variant: str, other: str) -> dict[int | None, float]:
-        """Accuracy of one kind of gates less that of another, averaged over the settings of a seed if all are there."""
+    def at_chance(self, metrics: Sequence[str], run: Run) -> bool:
+        """Whether the average of scores whose chance is zero is within its error of zero, or was not measured."""
+        found = [[self.record(metric, replace(run, seed=seed)) for metric in metrics] for seed in SEEDS]
+        scores = [record for each in found if all(each) for record in each if record is not None]
+        error = math.sqrt(sum(record.extra["stderr"] ** 2 for record in scores))
+        return sum(record.value for record in scores) <= ERRORS * error
+
+    def recall(self, backbone: str, variant: str, other: str, metric: str = "accuracy") -> dict[int | None, float]:
+        """A metric of one kind of gates less that of another, averaged over the settings of a seed if all are there."""
         found = [
-            self.paired("accuracy", *(recall_run(backbone, kind, pairs, heads) for kind in (variant, other)))
+            self.paired(metric, *(recall_run(backbone, kind, pairs, heads) for kind in (variant, other)))
             for pairs in PAIRS
             for heads in RECALL_HEADS
         ]
@@ -91,8 +105,13 @@ def less(mine: Seeds, theirs: Seeds) -> dict[int | None, float]:
 
 
 def percent(differences: Seeds) -> dict[int | None, float]:
-    """Differences of loss as per cent of perplexity, or fractions as points."""
+    """Fractions as points."""
     return {seed: 100 * value for seed, value in differences.items()}
+
+
+def relative(differences: Seeds) -> dict[int | None, float]:
+    """Differences of loss as per cent of perplexity."""
+    return {seed: 100 * math.expm1(value) for seed, value in differences.items()}
 
 
 def perplexity(losses: Seeds) -> dict[int | None, float]:
@@ -111,20 +130,25 @@ def judge(differences: Seeds, wanted: int) -> str:
     values = list(differences.values())
     if not values:
         return MISSING
-    if len(values) == 1:
-        return f"one seed: {'as claimed' if values[0] * wanted > 0 else 'not as claimed'}"
     if sign := told_apart(differences):
         return HELD if sign == wanted else OPPOSITE
     agree = sum(value * wanted > 0 for value in values)
-    return f"not told apart from chance ({agree} of {len(values)} seeds as claimed)"
+    return f"not told apart ({agree} of {len(values)} seeds as claimed)"
+
+
+def interval(differences: Seeds) -> tuple[float, float] | None:
+    """Of the mean over seeds, at 95%; None where there are too few."""
+    values = list(differences.values())
+    if len(values) not in QUANTILES:
+        return None
+    middle, reach = mean(values), QUANTILES[len(values)] * stdev(values) / math.sqrt(len(values))
+    return middle - reach, middle + reach
 
 
 def told_apart(differences: Seeds) -> int:
-    """The sign of the mean difference if its 95% interval over seeds leaves out zero; 0 if not, or if there is one seed only."""
-    values = list(differences.values())
-    if len(values) < 2 or abs(mean(values)) <= QUANTILES[len(values)] * stdev(values) / math.sqrt(len(values)):
-        return 0
-    return 1 if mean(values) > 0 else -1
+    """The sign of the mean difference if its interval leaves out zero; else 0."""
+    low, high = interval(differences) or (0.0, 0.0)
+    return (low > 0) - (high < 0)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

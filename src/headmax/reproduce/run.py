@@ -143,8 +143,9 @@ def describe(run: Run, lr: float, folder: Path, model: HeadmaxForCausalLM, make:
         return make(run.name, "headmax", metric, value, unit, run.seed, run=asdict(run), **extra)
 
     measured = [line["validation"] for line in lines if "validation" in line]
-    parameters = sum(p.numel() for p in model.parameters())
-    yield record("validation loss", measured[-1]["loss"], "nats", lr=lr, tokens=summary["tokens"], parameters=parameters)
+    about = {"lr": lr, "tokens": summary["tokens"], "parameters": sum(p.numel() for p in model.parameters())}
+    about["data"] = json.loads((folder / "config.json").read_text())["data"]
+    yield record("validation loss", measured[-1]["loss"], "nats", **about)
     if "accuracy" in measured[-1]:
         found = [one["accuracy"] for one in measured]
         yield record("accuracy", found[-1], "fraction", curve=[round(x, 4) for x in found])

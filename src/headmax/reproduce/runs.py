@@ -38,7 +38,6 @@ SIZES = ("4x256", "6x512", "10x768")
 """Layers x hidden size. The middle one, that of most runs, has 20M parameters beside 16M of embeddings."""
 HEADS = (4, 8, 16)
 PAIRS, RECALL_HEADS, RECALL_VOCAB = (16, 32, 64), (2, 4, 8), 256
-RECALL_KINDS = (*KINDS, "softmax-after")
 NO_CHECKPOINT = CheckpointConfig(final=False)
 """Models are examined where they were trained, and their runs too short to be gone on with."""
 
@@ -151,7 +150,7 @@ def placement(seed: int) -> Iterator[Run]:
     for eps in EPS:
         yield from (Run("gla", variant, seed=seed, norm_eps=eps) for variant in PLACES)
     for backbone in LINEAR[1:]:
-        yield from (Run(backbone, variant, seed=seed) for variant in ("softmax-after", "uniform-after"))
+        yield from (Run(backbone, variant, seed=seed) for variant in PLACES[len(KINDS) :])
         yield from (Run(backbone, variant, seed=seed, norm_eps=EPS[1]) for variant in ("plain", "softmax"))
 
 
@@ -167,12 +166,14 @@ def recall(seed: int) -> Iterator[Run]:
     for pairs in PAIRS:
         for n in RECALL_HEADS:
             for backbone in LINEAR:
-                yield from (Run(backbone, kind, "2x128", n, seed, RECALL_STEPS, pairs=pairs) for kind in RECALL_KINDS)
+                yield from (Run(backbone, kind, "2x128", n, seed, RECALL_STEPS, pairs=pairs) for kind in PLACES)
 
 
 def rates(seed: int) -> Iterator[Run]:
+    """Those that are chosen from, and whether another output scale would choose otherwise."""
     if seed == 0:
         yield from (rate for backbone in BACKBONES for rate in Run(backbone).rates())
+        yield from (replace(rate, variant="uniform-read-after") for backbone in LINEAR for rate in Run(backbone).rates())
 
 
 def recall_rates(seed: int) -> Iterator[Run]:

@@ -1,0 +1,139 @@
+"""What the records say of the paper's claims, and of the questions that they leave open."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+from headmax.analysis.figures import TITLES
+from headmax.eval import names
+from headmax.reproduce.results import (
+    FLOOR,
+    HELD,
+    LOSS,
+    MISSING,
+    OPPOSITE,
+    WORDS,
+    Results,
+    Seeds,
+    interval,
+    judge,
+    less,
+    perplexity,
+    relative,
+    show,
+    table,
+    told_apart,
+)
+from headmax.reproduce.runs import HEADS, LINEAR, SIZES, Run
+
+AFTER = " after needles"
+GUESS = -(2 * 7 * math.log(10) + 32 * math.log(16)) / 3
+"""Mean log-probability of the needles' values by their form alone: numbers of 7 digits in S-NIAH-1 and 2, 32 hexadecimal ones in 3."""
+PPL = "% of perplexity"
+
+
+def needles(metric: str, after: str) -> list[str]:
+    """A metric of all nine tasks."""
+    return [f"niah_single_{task}_{length} {metric}{after}" for task in (1, 2, 3) for length in ("1k", "2k", "4k")]
+
+
+def gain(results: Results, run: Run, plain: Run) -> dict[int | None, float]:
+    """By how much the perplexity is lower."""
+    return less(perplexity(results.seeds(LOSS, plain)), perplexity(results.seeds(LOSS, run)))
+
+
+def answers(results: Results) -> Iterator[str]:
+    """What a reader wants to know first."""
+
+    def losses(one: str, other: str) -> dict[str, Seeds]:
+        return {b: relative(results.paired(LOSS, Run(b, one), Run(b, other))) for b in LINEAR}
+
+    signs = [-told_apart(x) for x in losses("softmax", "uniform").values() if x]
+    yield "With the read gate on the query, as in the paper, gates that compete were better than gates frozen at 1/H in"
+    yield f"{signs.count(1)} of {len(signs)} backbones and worse in {signs.count(-1)}. Differences in {PPL} where nothing else is said:"
+    yield ""
+    questions = {
+        "Do gates help a language model?": ("softmax", "plain"),
+        "Or only the size of what a layer adds?": ("uniform-read-after", "plain"),
+        "Is it the competition?": ("softmax", "uniform"),
+        "And after the norm, which divides a gate on the query out?": ("softmax-after", "uniform-after"),
+        "Do gates help there that do not compete?": ("sigmoid-after", "uniform-after"),
+    }
+    for question, (one, other) in questions.items():
+        yield answer(question, f"{WORDS[one]} less {WORDS[other]}", -1, 1, losses(one, other))
+    recalled: dict[str, Seeds] = {b: results.recall(b, "softmax", "plain") for b in LINEAR}
+    yield answer("Do gates help recall?", "softmax less no gates, accuracy, mean of all settings", 1, 3, recalled)
+    yield ""
+    yield "Mean ± standard deviation over seeds; better, worse: the 95% interval of the mean difference leaves out zero. No gates, output x"
+    yield "1/H: the plain model, whose mixers' output is divided by the number of heads."
+
+
+def answer(question: str, what: str, wanted: int, digits: int, differences: Mapping[str, Seeds]) -> str:
+    words = {1: "better", -1: "worse", 0: "not told apart"}
+    each = [
+        f"{TITLES[b]} " + (f"{show(x, digits, True)} ({words[told_apart(x) * wanted]})" if x else MISSING) for b, x in differences.items()
+    ]
+    return f"- **{question}** {what[0].upper()}{what[1:]}: {'; '.join(each)}."
+
+
+def verdicts(results: Results) -> Iterator[str]:
+    rows = []
+
+    def add(claim: str, found: Seeds, wanted: int, unit: str, digits: int = 1, frozen: Seeds | None = None, floor: bool = False) -> None:
+        """`frozen`: the same difference to gates frozen at 1/H; `floor`: where both models do no better than chance."""
+        verdict = FLOOR if found and floor else judge(found, wanted)
+        if verdict == HELD and frozen is not None and told_apart(frozen) != wanted:
+            verdict += ", but not told apart from frozen gates"
+        edges = interval(found)
+        reach = f" ({edges[0]:+.{digits}f} to {edges[1]:+.{digits}f})".replace("-", "−") if edges else ""
+        rows.append([claim, (f"{show(found, digits, True)}{reach} {unit}") if found else MISSING, verdict])
+
+    def losses(one: Run, other: Run) -> Seeds:
+        return relative(results.paired(LOSS, one, other))
+
+    for b in LINEAR:
+        less_plain, frozen = (losses(Run(b, "softmax"), Run(b, other)) for other in ("plain", "uniform"))
+        add(f"The softmax over heads lowers the perplexity of {TITLES[b]}", less_plain, -1, PPL, frozen=frozen)
+    for b in LINEAR:
+        for control in ("uniform", "sigmoid"):
+            add(f"{TITLES[b]}: it is the competition (softmax below {control})", losses(Run(b, "softmax"), Run(b, control)), -1, PPL)
+    few, many = (gain(results, Run("gla", "softmax", heads=n), Run("gla", heads=n)) for n in (HEADS[0], HEADS[-1]))
+    add(f"The gain of Softmax GLA grows from {HEADS[0]} to {HEADS[-1]} heads", less(many, few), 1, "in perplexity", 2)
+    at_most = [Run("gla", v, heads=HEADS[-1]) for v in ("softmax", "uniform")]
+    add(f"GLA at {HEADS[-1]} heads: it is the competition (softmax below uniform)", losses(*at_most), -1, PPL)
+    for size in SIZES:
+        add(f"Softmax GLA is better at {size}", losses(Run("gla", "softmax", size), Run("gla", size=size)), -1, PPL)
+    for b in LINEAR:
+        frozen = results.recall(b, "softmax", "uniform")
+        add(f"Softmax {TITLES[b]} recalls more (MQAR, all settings)", results.recall(b, "softmax", "plain"), 1, "accuracy", 3, frozen)
+        add(f"{TITLES[b]}: more than uniform gates let it recall", frozen, 1, "accuracy", 3)
+    scores = {
+        "has a higher average on the zero-shot tasks": ([f"{task} acc" for task in names.COMMONSENSE[1:]], 100, "points"),
+        "answers more questions (SQuAD subset)": (["squad_completion contains"], 100, "points"),
+        "finds more needles, as trained (mean of 9 tasks)": (needles("acc", ""), 100, "points"),
+        "finds more needles after training on needles": (needles("acc", AFTER), 100, "points"),
+        "finds the needles' values likelier after training on needles": (needles("answer_logprob", AFTER), 1, "nats"),
+    }
+    for claim, (metrics, factor, unit) in scores.items():
+        for b in LINEAR:
+            softmax, plain, uniform = (
+                {s: factor * x for s, x in results.average(metrics, Run(b, v)).items()} for v in ("softmax", "plain", "uniform")
+            )
+            floor = claim.startswith(("answers", "finds more")) and all(results.at_chance(metrics, Run(b, v)) for v in ("softmax", "plain"))
+            add(f"Softmax {TITLES[b]} {claim}", less(softmax, plain), 1, unit, 2, less(softmax, uniform), floor)
+    yield table(
+        ["claim, the paper's or a control that it lacks", "ours, mean ± standard deviation over seeds (95% interval)", "verdict"], rows
+    )
+    yield ""
+    judged = [verdict for _, _, verdict in rows]
+    held, opposite, missing, chance = (sum(x.startswith(verdict) for x in judged) for verdict in (HELD, OPPOSITE, MISSING, FLOOR))
+    unclear = len(rows) - held - opposite - missing - chance
+    yield f"Of {len(rows)} claims {held} held and {opposite} turned out the opposite; {unclear} were not told apart, {chance} could"
+    yield f"not be told since all models do no better than chance, {missing} are not measured. Held, or the opposite: the 95%"
+    yield "interval of the mean difference over three seeds leaves out zero. Each claim is judged by itself: where nothing differs, about one in twenty would be judged"
+    yield "so all the same. An effect must be about 2.5 times its standard deviation to be seen; where it was not, nothing is decided."
+    yield ""
+    yield "Could not be tested here: the paper's size and 15B tokens of SlimPajama (these models see other texts and are judged early in"
+    yield "training), SWDE and FDA (no data), contexts of 8K, and whether gated models want another learning rate than plain ones. Where a"
+    yield "table marks accuracies as chance, their differences are noise."
