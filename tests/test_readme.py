@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import tyro
 
-from headmax.bench import readme
 from headmax.cli.app import commands
+from headmax.reproduce import readme
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text()

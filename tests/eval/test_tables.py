@@ -50,7 +50,7 @@ def test_ours_stand_beside_the_paper_s(tmp_path: Path) -> None:
     first = lines.index(next(line for line in lines if line.startswith("| GLA | paper")))
     assert cells(text, first + 1)[1:4] == ["ours, 25m", "50.00", ""]
     assert cells(text, first + 1)[6] == "26.00 ± 1.00 †"  # HellaSwag: chance is 25
-    assert cells(text, first + 1)[5] == "26.00 ± 1.00"  # PIQA: chance is 50
+    assert cells(text, first + 1)[5] == "26.00 ± 1.00 †"  # PIQA: chance is 50
     assert cells(text, first + 1)[-1] == "26.00"
     assert cells(text, first + 3)[1:3] == ["paper Δ", "−2.61"]
     assert cells(text, first + 4)[6] == "30.00 ± 1.00"
@@ -80,7 +80,7 @@ def test_seeds_are_averaged_and_paired_and_controls_shown(tmp_path: Path) -> Non
     assert cells(text, first + 6)[:3] == ["Uniform GLA", "ours, 25m", "49.50 ± 2.12"]
     assert cells(text, first + 7)[2] == "−2.50 ± 0.71"
     assert "0.50 ± 0.71 †" in text
-    assert "± standard deviation over seeds." in text
+    assert "± standard deviation over seeds, or one standard error where there is one seed." in text
     assert "Sigmoid" not in text
 
 

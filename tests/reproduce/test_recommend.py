@@ -37,8 +37,8 @@ def test_a_clear_winner_is_recommended(tmp_path: Path) -> None:
 
 def test_what_was_not_measured_everywhere_is_not_recommended(tmp_path: Path) -> None:
     text = said(tmp_path, after_norm)
-    assert "**Recommendation: the default stays, `kind=" in text
-    assert "1 settings are better somewhere and nowhere worse, but were not measured in all columns." in text
+    assert "**No recommendation yet: the default stays for want of measurements, `kind=" in text
+    assert "1 settings are better than it somewhere and nowhere worse, but were not measured in all columns." in text
     assert [cell.strip() for cell in winner(text)[3:]] == [""] * 3, "what was not measured is empty"
 
 
@@ -48,7 +48,7 @@ def after_norm(run: Run) -> float:
 
 def winner(text: str) -> list[str]:
     """Its cells."""
-    line = next(line for line in text.splitlines() if line.startswith('| `kind="softmax", read_position="after_norm", norm_eps=1e-06`'))
+    line = next(line for line in text.splitlines() if line.startswith("| softmax, read gate after the norm, eps 1e-06"))
     return line.split("|")[2:-1]
 
 
@@ -65,7 +65,7 @@ def test_better_text_does_not_outweigh_worse_recall(tmp_path: Path) -> None:
     effects = {"plain": -0.09, "uniform": -0.05, "sigmoid": -0.06}
     text = said(tmp_path, lambda run: effects.get(run.variant, 0.0), recall=lambda run: -0.3 * (run.variant == "plain"))
     assert '**Recommendation: `kind="sigmoid", read_position="query", norm_eps=1e-06`**' in text
-    assert "**worse**" in next(line for line in text.splitlines() if line.startswith("| `head_gate=None, norm_eps=1e-06`"))
+    assert "**worse**" in next(line for line in text.splitlines() if line.startswith("| no gates, eps 1e-06"))
 
 
 def test_one_seed_decides_nothing(tmp_path: Path) -> None:

@@ -15,13 +15,12 @@ from headmax import HeadmaxForCausalLM, records
 from headmax.data.shards import Index
 from headmax.eval import requests
 from headmax.eval.requests import Request
-from headmax.recipes.language import BACKBONES
 from headmax.records import Recorder
 from headmax.reproduce import run as module
 from headmax.reproduce import runs
 from headmax.reproduce.needles import NeedleRows
 from headmax.reproduce.run import Clock, OutOfTime, chosen, execute
-from headmax.reproduce.runs import KINDS, LINEAR, PARTS, SEEDS, Run
+from headmax.reproduce.runs import KINDS, LINEAR, PARTS, RATES, SEEDS, Run
 from headmax.reproduce.score import READ, Scorer, read_scores
 from headmax.train.faults import TrainingError
 from tests.test_cli import headmax
@@ -233,7 +232,10 @@ def test_shares_take_every_run_once_and_a_model_with_all_its_seeds() -> None:
     models = [{run.name for run in share} for share in shares]
     assert not (models[0] & models[1] | models[1] & models[2] | models[0] & models[2])
     rates = [module.shared(runs.runs(["rates"]), n, 4) for n in range(4)]
-    assert [{run.backbone for run in share} for share in rates] == [{b} for b in BACKBONES], "one process tries all rates of a backbone"
+    tried = [{(run.backbone, run.variant) for run in share} for share in rates]
+    assert [len(share) for share in rates] == [len(RATES["text"]) * len(models) for models in tried], (
+        "one process tries all rates of a model"
+    )
     for share in shares:
         assert [run.seed for run in share] == sorted(run.seed for run in share), "all of one seed before the next"
 

@@ -18,8 +18,8 @@ from tests.waiting import no_waiting
 pytestmark = pytest.mark.gpu
 
 
-def train(out: Path, **changes: Any) -> None:
-    train_small(out, model={"hidden_size": 128, "num_heads": 2}, **changes)
+def train(out: Path, *, model: dict[str, Any] | None = None, **changes: Any) -> None:
+    train_small(out, model={"hidden_size": 128, "num_heads": 2} | (model or {}), **changes)
 
 
 def test_the_same_steps_as_on_a_cpu(tmp_path: Path) -> None:
@@ -76,7 +76,17 @@ def test_nothing_in_a_step_waits_for_the_device(separate: bool, tmp_path: Path, 
     assert len(losses(tmp_path)) == 6
 
 
-@pytest.mark.parametrize("changes", [{}, {"compute_precision": "bfloat16"}, {"gate_balance": 0.1}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"compute_precision": "bfloat16"},
+        {"gate_balance": 0.1},
+        *({"model": {"mixer": mixer, "conv_size": 4}} for mixer in ("gla", "retnet", "gated_deltanet")),
+        {"model": {"mixer": "attention", "head_gate": None}},
+    ],
+    ids=str,
+)
 def test_a_graph_takes_the_same_steps(changes: dict[str, Any], tmp_path: Path) -> None:
     """Micro-batches of two shapes, validation in between."""
     settings: dict[str, Any] = {"device": "cuda", "compute_compile": False, "compute_micro_batch": 3, "max_steps": 12, "eval_every": 5}

@@ -15,7 +15,7 @@ def readme(paths: tuple[Path, ...] = (Path("README.md"), Path("docs/training.md"
     Args:
         paths: the files whose generated sections are rewritten.
     """
-    from headmax.bench.readme import update
+    from headmax.reproduce.readme import update
 
     update(paths)
 

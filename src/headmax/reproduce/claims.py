@@ -131,8 +131,9 @@ def verdicts(results: Results) -> Iterator[str]:
     unclear = len(rows) - held - opposite - missing - chance
     yield f"Of {len(rows)} claims {held} held and {opposite} turned out the opposite; {unclear} were not told apart, {chance} could"
     yield f"not be told since all models do no better than chance, {missing} are not measured. Held, or the opposite: the 95%"
-    yield "interval of the mean difference over three seeds leaves out zero. Each claim is judged by itself: where nothing differs, about one in twenty would be judged"
-    yield "so all the same. An effect must be about 2.5 times its standard deviation to be seen; where it was not, nothing is decided."
+    yield "interval of the mean difference over three seeds leaves out zero. Each claim is judged by itself: where"
+    yield "nothing differs, about one in twenty would be judged so all the same. An effect must be about 2.5 times its standard deviation"
+    yield "to be seen; where it was not, nothing is decided."
     yield ""
     yield "Could not be tested here: the paper's size and 15B tokens of SlimPajama (these models see other texts and are judged early in"
     yield "training), SWDE and FDA (no data), contexts of 8K, and whether gated models want another learning rate than plain ones. Where a"

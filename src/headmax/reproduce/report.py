@@ -64,8 +64,8 @@ def setup(results: Results) -> Lines:
     yield "same values of the parameters that they have in common. The texts are English Wikipedia, old books and textbooks, in Mistral's"
     yield f"tokens; {8 * BATCH * LENGTH:,} tokens of other articles and textbooks are for validation. AdamW and the shape of the schedule"
     yield "are the paper's; warm-up is a tenth of the run (there a thirtieth). The controls uniform (gates frozen at 1/H) and sigmoid"
-    yield "(gates that do not compete) have the softmax's place and, sigmoid at the start only, its mean. No gates, output x 1/H, is a frozen"
-    yield "read gate after the norm and no write gate: the plain model, whose mixers' output is divided by the number of heads."
+    yield "(gates that do not compete) have the softmax's place and, sigmoid at the start only, its mean. No gates, output x 1/H, is"
+    yield "a frozen read gate after the norm and no write gate: the plain model, whose mixers' output is divided by the number of heads."
     yield ""
     rows = []
     for backbone in BACKBONES:

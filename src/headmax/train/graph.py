@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -11,6 +12,12 @@ from torch.nn import Parameter
 
 REHEARSALS = 2
 """Calls before a capture, in which kernels are compiled and libraries set up."""
+
+
+@functools.cache
+def side_stream(device: int) -> torch.cuda.Stream:
+    """One for all captures: matrix libraries keep a workspace for every stream that they have seen."""
+    return torch.cuda.Stream(device)
 
 
 class Captured(NamedTuple):
@@ -47,7 +54,7 @@ class Replayed:
     def capture(self, inputs: tuple[Tensor, ...]) -> Captured:
         """Gradients that are there already stay as they are."""
         places, before = tuple(x.clone() for x in inputs), [p.grad for p in self.parameters]
-        beside = torch.cuda.Stream()
+        beside = side_stream(torch.cuda.current_device())
         beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(beside):
             self.drop()
@@ -56,10 +63,11 @@ class Replayed:
         torch.cuda.current_stream().wait_stream(beside)
         if not self.gradients:
             self.gradients = [(p, torch.zeros_like(p)) for p in self.parameters if p.grad is not None]
+        assert [id(p) for p, _ in self.gradients] == [id(p) for p in self.parameters if p.grad is not None]
         self.lend()
         graph = torch.cuda.CUDAGraph()
         # Batches are read, and put into pinned memory, by another thread.
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self.pool, stream=beside, capture_error_mode="thread_local"):
             output = self.function(*places)
         for p, gradient in zip(self.parameters, before, strict=True):
             p.grad = gradient

@@ -85,6 +85,11 @@ def join(device: str | None) -> Iterator[World]:
             dist.destroy_process_group()
 
 
+def graphed(config: TrainConfig, world: World) -> bool:
+    """Whether micro-steps are CUDA graphs."""
+    return config.compute.cuda_graph and world.device.type == "cuda" and world.size == 1
+
+
 class Replica:
     """A model on this rank, ready to train: what to call, and in which precision."""
 
@@ -96,7 +101,7 @@ class Replica:
         if config.compute.activation_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         compiled = config.compute.compile
-        if world.device.type == "cuda" and not config.compute.cuda_graph if compiled is None else compiled:
+        if world.device.type == "cuda" and not graphed(config, world) if compiled is None else compiled:
             model.model.compile_blocks()
         if world.size > 1 and config.parallel == "ddp":
             self.module = DistributedDataParallel(model, gradient_as_bucket_view=True)

@@ -30,7 +30,7 @@ from headmax.train.feed import Feed, predicted, to
 from headmax.train.graph import Replayed
 from headmax.train.metrics import Line, Log, matmul_rate, memory, summarize
 from headmax.train.optim import build_optimizer, clip, learning_rate, step_unless
-from headmax.train.parallel import Replica, World, join
+from headmax.train.parallel import Replica, World, graphed, join
 
 logger = logging.getLogger("headmax")
 
@@ -148,9 +148,7 @@ class Trainer:
             raise ValueError(f"start: the model has no parameter {unknown[0]!r}, one of {len(unknown)}")
         self.replica = Replica(built, config, world)
         self.model = self.replica.model
-        self.compute: Callable[..., Tensor] = self.add_gradients
-        if config.compute.cuda_graph and world.device.type == "cuda" and world.size == 1:
-            self.compute = Replayed(self.add_gradients, self.model.parameters())
+        self.replayed = Replayed(self.add_gradients, self.model.parameters()) if graphed(config, world) else None
         self.optimizer = build_optimizer(self.model, config.optim)
         self.flops_per_token = 6 * sum(p.numel() for p in self.model.parameters())
         self.rate = matmul_rate(world.device) if world.main else None
@@ -194,12 +192,12 @@ class Trainer:
         """Adds up the gradients of this step's global batch; its mean loss over all predicted tokens of all ranks."""
         device, ranks = self.world.device, self.world.size
         items = self.world.sum(torch.full((), sum(map(predicted, batches)), device=device, dtype=torch.float32)).clamp(min=1)
-        total = torch.zeros((), device=device)
+        total, compute = torch.zeros((), device=device), self.replayed or self.add_gradients
         for n, batch in enumerate(batches):
             ids, labels, packing = to(batch, device)
             given = (ids, labels, items / ranks)  # gradients are averaged over ranks
             with self.replica.micro_step(last=n == len(batches) - 1):
-                total += self.compute(*given) if packing is None else self.compute(*given, packing)
+                total += compute(*given) if packing is None else self.add_gradients(*given, packing)
         return total / ranks
 
     def add_gradients(self, input_ids: Tensor, labels: Tensor, items: Tensor, packing: Packing | None = None) -> Tensor:
@@ -249,7 +247,7 @@ class Trainer:
         if skipped and self.skipped >= self.config.max_skipped_steps:
             again = self.feed.read(pending.step - 1)
             self.optimizer.zero_grad()
-            self.compute = self.add_gradients
+            self.replayed = None
             found = diagnose(self.model, lambda: self.gradients(again), self.world)
             raise TrainingError(f"stopped at step {pending.step}: {self.skipped} steps were skipped (max_skipped_steps); {found}")
 
@@ -289,6 +287,7 @@ class Trainer:
             logger.info("%s: on from step %d", self.out, self.step)
 
     def close(self) -> None:
+        self.replayed = None  # it holds the trainer, and with it the optimizer
         if self.log is not None:
             self.log.close()
         self.checkpoints.sealer.shutdown()

@@ -1,0 +1,110 @@
+"""A replayed micro-step adds the gradients that it would have added, with operators on the same memory in the place of a CUDA graph."""
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from headmax.train.graph import Replayed, side_stream
+from headmax.train.trainer import Trainer
+from tests.train.small import train
+
+
+class Tape(TorchDispatchMode):
+    """The operators that ran, to run again on the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        made = function(*arguments, **options or {})
+        self.calls.append((function, *tree_map_only(Tensor, Tensor.detach, (arguments, options or {}, made))))
+        return made
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        for function, arguments, options, made in self.calls:
+            for place, x in zip(tree_leaves(made), tree_leaves(function(*arguments, **options)), strict=True):
+                if isinstance(place, Tensor) and place.data_ptr() != x.data_ptr():
+                    place.copy_(x)
+
+
+class Stream:
+    def wait_stream(self, other: "Stream") -> None:
+        pass
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[nn.ModuleDict]:
+    made = nn.ModuleDict({"used": nn.Linear(4, 4), "unused": nn.Linear(4, 4)})
+
+    @contextlib.contextmanager
+    def graph(tape: Tape, **_: Any) -> Iterator[None]:
+        """A capture computes nothing."""
+        before = [(p.grad, p.grad.clone()) for p in made.parameters() if p.grad is not None]
+        with tape:
+            yield
+        for gradient, old in before:
+            gradient.copy_(old)
+
+    side_stream.cache_clear()
+    fakes = {"graph": graph, "CUDAGraph": Tape, "Stream": lambda device: Stream(), "current_stream": Stream, "current_device": lambda: 0}
+    fakes |= {"stream": lambda stream: contextlib.nullcontext(), "graph_pool_handle": lambda: None}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    yield made
+    side_stream.cache_clear()
+
+
+def test_gradients_of_any_shapes_in_any_order(model: nn.ModuleDict) -> None:
+    """Shapes that come in the middle of a step, steps of other shapes, a parameter without a gradient, gradients that were NaN."""
+
+    def compute(x: Tensor, items: Tensor) -> Tensor:
+        loss = model["used"](x).square().sum() / items
+        loss.backward()
+        return loss.detach()
+
+    replayed, random = Replayed(compute, model.parameters()), torch.Generator().manual_seed(0)
+    for sizes in ([2, 3, 3], [3, 2], [2], [5, 2, 3]):
+        batches = [(torch.randn(n, 4, generator=random), torch.tensor(float(sum(sizes)))) for n in sizes]
+        expected = torch.stack([compute(*batch) for batch in batches])
+        wanted = [p.grad for p in model.parameters()]
+        model.zero_grad()
+        torch.testing.assert_close(torch.stack([replayed(*batch).clone() for batch in batches]), expected)
+        for p, gradient in zip(model.parameters(), wanted, strict=True):
+            assert (p.grad is None) == (gradient is None)
+            if p.grad is not None and gradient is not None:
+                torch.testing.assert_close(p.grad, gradient)
+                p.data.sub_(0.1 * gradient)
+                p.grad.fill_(float("nan"))
+        model.zero_grad()
+    assert len(replayed.captured) == 3
+
+
+def test_a_trainer_ends_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And with it the optimizer and all graphs, though nobody collects garbage."""
+    begin, seen = Trainer.__init__, list[weakref.ref[Trainer]]()
+
+    def noted(self: Trainer, *arguments: Any) -> None:
+        begin(self, *arguments)
+        self.replayed = Replayed.__new__(Replayed)
+        self.replayed.function = self.add_gradients  # as on a GPU
+        monkeypatch.setattr(Replayed, "__call__", lambda replayed, *given: replayed.function(*given))
+        seen.append(weakref.ref(self))
+
+    monkeypatch.setattr(Trainer, "__init__", noted)
+    gc.disable()
+    try:
+        train(tmp_path, max_steps=2)
+        assert [reference() for reference in seen] == [None]
+    finally:
+        gc.enable()
