@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headmax.ops.triton_common import on_its_device
+from headmax.ops.triton_common import LOG2_E, on_its_device
 
 
 @triton.jit
@@ -22,18 +22,18 @@ def cross_entropy_kernel(logits, labels, losses, stride, V: tl.constexpr, BLOCK:
         x = tl.load(base + start + columns, mask=start + columns < V, other=-float("inf")).to(tl.float32)
         higher = tl.maximum(highest, x)
         level = tl.where(higher == -float("inf"), 0.0, higher)
-        total = total * tl.exp(highest - level) + tl.exp(x - level)
+        total = total * tl.exp2((highest - level) * LOG2_E) + tl.exp2((x - level) * LOG2_E)
         highest = higher
     most = tl.max(highest, 0)
-    sum_of_all = tl.sum(total * tl.exp(highest - most), 0)  # relative to the highest: large logits lose no digits
-    counted = label >= 0
+    sum_of_all = tl.sum(total * tl.exp2((highest - most) * LOG2_E), 0)  # relative to the highest: large logits lose no digits
+    part, counted = 1.0 / sum_of_all, label >= 0
     at_label = tl.load(base + tl.where(counted, label, 0)).to(tl.float32)
     tl.store(losses + row, tl.where(counted, most - at_label + tl.log(sum_of_all), 0.0))
     tl.debug_barrier()
     for start in range(0, V, BLOCK):
         inside = start + columns < V
         x = tl.load(base + start + columns, mask=inside, other=-float("inf")).to(tl.float32)
-        gradient = tl.exp(x - most) / sum_of_all - tl.where(start + columns == label, 1.0, 0.0)
+        gradient = tl.exp2((x - most) * LOG2_E) * part - tl.where(start + columns == label, 1.0, 0.0)
         tl.store(base + start + columns, tl.where(counted, gradient, 0.0).to(logits.dtype.element_ty), mask=inside)
 
 

@@ -15,13 +15,15 @@ for float32 inputs.
 
 from __future__ import annotations
 
+import math
+
 import triton
 import triton.language as tl
 
 from headmax.ops.packing import CHUNK
-from headmax.ops.triton_common import at_least, chunk_span, row_values, tile
+from headmax.ops.triton_common import base_2, chunk_span, row_values, tile
 
-MILD = tl.constexpr(120.0)
+MILD = tl.constexpr(120 * math.log2(math.e))
 """A decay of exp(-120), split in two, leaves factors of at most exp(60): float32's and bfloat16's range has room for queries and keys."""
 
 SMALL_GATE = tl.constexpr(1e-10)
@@ -56,7 +58,7 @@ def sums_kernel(
     log_decay, read_gate, write_gate, sums, whole, mild, table, T,
     H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """The running sums of a chunk's log-decays, the decay of the whole chunk, and whether it is mild.
+    """The running sums of a chunk's log-decays, base 2, the decay of the whole chunk, and whether it is mild.
 
     That is, its decays are mild enough for one product, and its gates large enough to divide their gradients out of that product's.
     """
@@ -69,7 +71,7 @@ def sums_kernel(
     for k_start in range(0, K, BK):
         p_g, inside = tile(log_decay, first, count, head, k_start, H, K, C, BK)
         p_s, in_s = tile(sums, first, count, head, k_start, H, K, C, BK)
-        step = at_least(tl.load(p_g, mask=inside, other=0.0).to(sums.dtype.element_ty))
+        step = base_2(tl.load(p_g, mask=inside, other=0.0).to(sums.dtype.element_ty))
         tl.store(p_s, tl.cumsum(step, 0), mask=inside)
         total, columns = tl.sum(step, 0).to(tl.float32), k_start + tl.arange(0, BK)
         tl.store(whole + index * K + columns, total, mask=columns < K)
@@ -92,10 +94,10 @@ def channel_decays(
     b = sums_at(sums, tl.arange(0, C), first, count, head, k_start, H, K, BK)
     last = sums_at(sums, tl.arange(0, 1) + C, first, count, head, k_start, H, K, BK)
     if EXACT:
-        return tl.exp(b.to(tl.float32)), tl.exp((last - b).to(tl.float32))
+        return tl.exp2(b.to(tl.float32)), tl.exp2((last - b).to(tl.float32))
     else:
         offset = (b - 0.5 * last).to(tl.float32)
-        return tl.exp(offset), tl.exp(-offset)
+        return tl.exp2(offset), tl.exp2(-offset)
 
 
 @triton.jit
@@ -113,7 +115,7 @@ def blocks(q, k, read, write, sums, first, count, head, k_start, H: tl.constexpr
             log = tl.zeros([C, BK], tl.float32)
             power = 0
     log += 0.5 * MILD
-    reads, writes = tl.exp(log), tl.exp(-log)
+    reads, writes = tl.exp2(log), tl.exp2(-log)
     p_q, inside = tile(q, first, count, head, k_start, H, K, C, BK)
     p_k, in_k = tile(k, first, count, head, k_start, H, K, C, BK)
     t_q, t_k = tl.load(p_q, mask=inside, other=0.0), tl.load(p_k, mask=inside, other=0.0)
@@ -131,7 +133,7 @@ def halves(
     half, other = rows[:, None] >> power, rows[None, :] >> power
     right, boundary = half % 2 == 1, (((rows >> power) | 1) << power) - 1
     since = sums_at(sums, rows, first, count, head, k_start, H, K, BK) - sums_at(sums, boundary, first, count, head, k_start, H, K, BK)
-    decay = tl.exp(tl.where(right, since, -since).to(tl.float32))
+    decay = tl.exp2(tl.where(right, since, -since).to(tl.float32))
     p_q, inside = tile(q, first, count, head, k_start, H, K, C, BK)
     p_k, in_k = tile(k, first, count, head, k_start, H, K, C, BK)
     x = tl.load(tl.where(right, p_q, p_k), mask=inside, other=0.0)

@@ -7,7 +7,8 @@
     scores   = (scale read_gate q)(write_gate k)^T ⊙ D, below and on the diagonal
     whole    = b_C                                   the log-decay of the state over the chunk
 
-with b the running sum of log-decays; `half` is 0 but for decays per channel (triton_channel.py). All else is matrix products, forwards
+with b the running sum of log-decays, which kernels keep as powers of two; `half` is 0 but for decays per channel (triton_channel.py).
+All else is matrix products, forwards
 
     S' = exp(whole) S + exp(half) writing^T v        `scan`, which keeps exp(half) S for every chunk
     o  = reading exp(half) S + scores v              `combine`
@@ -110,11 +111,11 @@ def load_decays(decays, index, k_start, K: tl.constexpr, BK: tl.constexpr, CHANN
 
 @triton.jit
 def scaled(state, log_factor, CHANNEL: tl.constexpr):
-    """exp(log_factor) state"""
+    """2^log_factor state"""
     if CHANNEL:
-        return state * tl.exp(log_factor)[:, None]
+        return state * tl.exp2(log_factor)[:, None]
     else:
-        return state * tl.exp(log_factor)
+        return state * tl.exp2(log_factor)
 
 
 @triton.jit
@@ -124,9 +125,9 @@ def scan_kernel(
     PACKED: tl.constexpr, REVERSE: tl.constexpr, HAS_INITIAL: tl.constexpr, STORE: tl.constexpr, LAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """S' = exp(whole) S + exp(half) keys^T values, one block of the state through one segment of a sequence, backwards if REVERSE.
+    """S' = 2^whole S + 2^half keys^T values, one block of the state through one segment of a sequence, backwards if REVERSE.
 
-    STORE keeps exp(half) S for each chunk, LAST the state at the end; where nothing is stored, `decays` is the log-decay of the segment.
+    STORE keeps 2^half S for each chunk, LAST the state at the end; where nothing is stored, `decays` is the log-decay of the segment.
     """
     k_start, v_start, run, head = state_block(H, K, V, BK, BV)
     first_chunk, chunks, token, end = segment_span(run, segments, table, starts, T, C, PACKED)
@@ -284,11 +285,11 @@ def query_key_gradients_kernel(
             as_read, as_written = tl.load(p_r, mask=inside, other=0.0), tl.load(p_w, mask=inside, other=0.0)
             state_leaves = tl.sum(g_k * as_written.to(tl.float32), 0)
             if EXACT:
-                state_leaves += kept * tl.exp(load_decays(whole, index, k_start, K, BK, True))
+                state_leaves += kept * tl.exp2(load_decays(whole, index, k_start, K, BK, True))
             else:  # in `each` the scores' share nearly cancels, which needs the very same rounded factors in both its terms
                 g_q += tl.dot(to_q, as_written, input_precision=PRECISION)
                 g_k += tl.dot(tl.trans(to_k), as_read, input_precision=PRECISION)
-                state_leaves += kept  # both states are scaled by exp(half) already
+                state_leaves += kept  # both states are scaled by 2^half already
             read_back, written_back = g_q * as_read.to(tl.float32), g_k * as_written.to(tl.float32)
             each = read_back - written_back
             p_g, in_g = tile(d_decay, first, count, head, k_start, H, K, C, BK)
@@ -320,7 +321,7 @@ def query_key_gradients_kernel(
                 reads, writes = tl.sum(g_q * t_q.to(tl.float32) * read, 1), tl.sum(g_k * t_k.to(tl.float32) * write, 1)
                 between = scores * tl.dot(t_q, tl.trans(t_k), input_precision=PRECISION) * read * tl.trans(write)
                 moves += reads + tl.sum(between, 1) - tl.sum(between, 0) - writes
-                leaves += tl.sum(writes, 0) + tl.exp(total) * tl.sum(kept, 0)
+                leaves += tl.sum(writes, 0) + tl.exp2(total) * tl.sum(kept, 0)
             gated_q, gated_k = t_q, t_k
             if LONG:
                 gated_q, gated_k = (t_q.to(tl.float32) * read).to(t_q.dtype), (t_k.to(tl.float32) * write).to(t_k.dtype)
