@@ -245,6 +245,8 @@ def query_key_gradients_kernel(
     if DECAY == "channel":  # gates are on their way while it is looked up
         if (tl.load(mild + index) != 0) == EXACT:
             return
+        if not EXACT:
+            read *= scale
     scores = tl.zeros([C, C], tl.float32)
     for v_start in range(0, V, BV):
         p_v, in_v = tile(v, first, count, head, v_start, H, V, C, BV)
@@ -307,8 +309,8 @@ def query_key_gradients_kernel(
                 )
                 if DECAY_GRADIENT:
                     tl.store(p_g, sums_from_the_end(each, C, PRECISION) + state_leaves[None, :], mask=inside)
-            g_q *= scale
             if EXACT:
+                g_q *= scale
                 by_read += tl.sum(g_q * tl.load(p_q, mask=inside, other=0.0).to(tl.float32), 1)
                 by_write += tl.sum(g_k * tl.load(p_k, mask=inside, other=0.0).to(tl.float32), 1)
         else:
@@ -335,7 +337,7 @@ def query_key_gradients_kernel(
         tl.store(p_dk, (g_k * write).to(d_k.dtype.element_ty), mask=inside)
     at, there = (first + rows) * H + head, rows < count
     if DECAY == "channel" and not EXACT:
-        by_read /= tl.sum(read, 1)
+        by_read *= scale / tl.sum(read, 1)
         by_write /= tl.sum(write, 1)
     if READ:
         tl.store(d_read + at, by_read, mask=there)
