@@ -176,23 +176,36 @@ def causal_mask(count, C: tl.constexpr):
 
 
 @triton.jit
-def decay_matrix(log_decay, first, count, head, H: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr):
-    """D [C, C] below and on the diagonal, 0 above; 2^b and 2^(b_C - b) per token; b_C. With b the running sum of log-decays, base 2."""
+def decay_sums(log_decay, first, count, head, H: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr):
+    """The running sums b [C] of a chunk's log-decays, base 2, and the last of them, b_C."""
     rows = tl.arange(0, C)
-    causal, there = causal_mask(count, C), rows < count
     if DECAY == "none":
-        ones = tl.where(there, 1.0, 0.0)
-        return tl.where(causal, 1.0, 0.0), ones, ones, 0.0
+        return tl.zeros([C], tl.float32), tl.sum(tl.zeros([C], tl.float32), 0)
+    elif DECAY == "head":
+        step = base_2(tl.load(log_decay + head).to(tl.float32))
+        return (rows + 1) * step, count * step
     else:
-        if DECAY == "head":
-            step = base_2(tl.load(log_decay + head).to(tl.float32))
-            total = count * step
-            so_far, to_go, between = (rows + 1) * step, (count - 1 - rows) * step, (rows[:, None] - rows[None, :]) * step
-        else:
-            step = base_2(tl.load(log_decay + (first + rows) * H + head, mask=there, other=0.0).to(tl.float64))
-            b, total = tl.cumsum(step, 0), tl.sum(step, 0)
-            so_far, to_go = b.to(tl.float32), (total - b).to(tl.float32)
-            low = (b - so_far).to(tl.float32)  # differences of two float32 parts, since [C, C] in float64 takes its time
-            between = (so_far[:, None] - so_far[None, :]) + (low[:, None] - low[None, :])
-        d = tl.exp2(tl.where(causal, between, -float("inf")))
-        return d, tl.exp2(so_far), tl.exp2(tl.where(there, to_go, -float("inf"))), total.to(tl.float32)
+        step = base_2(tl.load(log_decay + (first + rows) * H + head, mask=rows < count, other=0.0).to(tl.float64))
+        return tl.cumsum(step, 0), tl.sum(step, 0)
+
+
+@triton.jit
+def decay_rows(b, total, count, C: tl.constexpr):
+    """2^b and 2^(b_C - b) per token, 0 beyond the end."""
+    there = tl.arange(0, C) < count
+    return tl.exp2(tl.where(there, b.to(tl.float32), -float("inf"))), tl.exp2(tl.where(there, (total - b).to(tl.float32), -float("inf")))
+
+
+@triton.jit
+def decay_matrix(b, log_decay, count, head, C: tl.constexpr, DECAY: tl.constexpr):
+    """D [C, C] = 2^(b_i - b_j) below and on the diagonal, 0 above."""
+    if DECAY == "none":
+        return tl.where(causal_mask(count, C), 1.0, 0.0)
+    elif DECAY == "head":
+        rows = tl.arange(0, C).to(tl.float32)
+        between = (rows[:, None] - rows[None, :]) * base_2(tl.load(log_decay + head).to(tl.float32))
+    else:
+        high = b.to(tl.float32)
+        low = (b - high).to(tl.float32)  # differences of two float32 parts, since [C, C] in float64 takes its time
+        between = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
+    return tl.exp2(tl.where(causal_mask(count, C), between, -float("inf")))

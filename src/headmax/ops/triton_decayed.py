@@ -35,6 +35,8 @@ from headmax.ops.triton_common import (
     check_kernel_limits,
     chunk_span,
     decay_matrix,
+    decay_rows,
+    decay_sums,
     dot_precision,
     on_its_device,
     row_values,
@@ -66,8 +68,9 @@ def prepare_kernel(
             return
     products = tl.zeros([C, C], tl.float32)
     if DECAY != "channel":
-        d, from_start, to_end, total = decay_matrix(log_decay, first, count, head, H, C, DECAY)
-        tl.store(whole + index, total)
+        b, total = decay_sums(log_decay, first, count, head, H, C, DECAY)
+        from_start, to_end = decay_rows(b, total, count, C)
+        tl.store(whole + index, total.to(tl.float32))
     for k_start in range(0, K, BK):
         p_q, inside = tile(q, first, count, head, k_start, H, K, C, BK)
         p_k, in_k = tile(k, first, count, head, k_start, H, K, C, BK)
@@ -94,7 +97,7 @@ def prepare_kernel(
     if DECAY == "channel":
         products = tl.where(causal_mask(count, C), products, 0.0)
     else:
-        products *= d * read * tl.trans(write)
+        products *= decay_matrix(b, log_decay, count, head, C, DECAY) * read * tl.trans(write)
     p_a, in_a = tile(scores, first, count, head, 0, H, C, C, C)
     tl.store(p_a, products.to(scores.dtype.element_ty), mask=in_a)
 
@@ -256,8 +259,9 @@ def query_key_gradients_kernel(
     if DECAY == "channel":
         scores = tl.where(causal_mask(count, C), scores, 0.0)
     else:
-        d, from_start, to_end, total = decay_matrix(log_decay, first, count, head, H, C, DECAY)
-        scores *= d * scale
+        b, total = decay_sums(log_decay, first, count, head, H, C, DECAY)
+        from_start, to_end = decay_rows(b, total, count, C)
+        scores *= decay_matrix(b, log_decay, count, head, C, DECAY) * scale
     to_q, to_k = scores, scores
     if DECAY != "channel" and not LONG:  # registers do not hold two of a long chunk's: there queries and keys are gated
         if WRITE:
@@ -323,7 +327,7 @@ def query_key_gradients_kernel(
                 reads, writes = tl.sum(g_q * t_q.to(tl.float32) * read, 1), tl.sum(g_k * t_k.to(tl.float32) * write, 1)
                 between = scores * tl.dot(t_q, tl.trans(t_k), input_precision=PRECISION) * read * tl.trans(write)
                 moves += reads + tl.sum(between, 1) - tl.sum(between, 0) - writes
-                leaves += tl.sum(writes, 0) + tl.exp2(total) * tl.sum(kept, 0)
+                leaves += tl.sum(writes, 0) + tl.exp2(total.to(tl.float32)) * tl.sum(kept, 0)
             gated_q, gated_k = t_q, t_k
             if LONG:
                 gated_q, gated_k = (t_q.to(tl.float32) * read).to(t_q.dtype), (t_k.to(tl.float32) * write).to(t_k.dtype)

@@ -24,6 +24,8 @@ from headmax.ops.triton_common import (
     check_kernel_limits,
     chunk_span,
     decay_matrix,
+    decay_rows,
+    decay_sums,
     on_its_device,
     row_values,
     segment_span,
@@ -77,9 +79,11 @@ def delta_writes_kernel(
     chunk, head = tl.program_id(0), tl.program_id(1)
     first, count = chunk_span(chunk, table, T, C, PACKED)
     rows = tl.arange(0, C)
-    d, from_start, to_end, whole = decay_matrix(log_decay, first, count, head, H, C, DECAY)
+    b, total = decay_sums(log_decay, first, count, head, H, C, DECAY)
+    from_start, to_end = decay_rows(b, total, count, C)
     strength = row_values(beta, first, count, head, H, C, True)
-    lower = key_products(k, first, count, head, H, K, C, BK, PRECISION) * d * strength[:, None]
+    lower = key_products(k, first, count, head, H, K, C, BK, PRECISION) * decay_matrix(b, log_decay, count, head, C, DECAY)
+    lower *= strength[:, None]
     t_i = unit_lower_inverse(tl.where(rows[:, None] > rows[None, :], lower, 0.0), C, PRECISION)
     p_i, in_i = tile(inverse, first, count, head, 0, H, C, C, C)
     tl.store(p_i, t_i, mask=in_i)
@@ -186,7 +190,8 @@ def delta_write_gradients_kernel(
     chunk, head = tl.program_id(0), tl.program_id(1)
     first, count = chunk_span(chunk, table, T, C, PACKED)
     rows = tl.arange(0, C)
-    d, from_start, to_end, whole = decay_matrix(log_decay, first, count, head, H, C, DECAY)
+    b, total = decay_sums(log_decay, first, count, head, H, C, DECAY)
+    from_start, to_end = decay_rows(b, total, count, C)
     strength = row_values(beta, first, count, head, H, C, True)
     write = row_values(write_gate, first, count, head, H, C, WRITE)
     p_i, in_i = tile(inverse, first, count, head, 0, H, C, C, C)
@@ -232,7 +237,8 @@ def delta_write_gradients_kernel(
     # d(I + L)^-1 = -(I + L)^-1 dL (I + L)^-1
     d_lower = -tl.dot(tl.dot(back, d_inverse, input_precision=PRECISION), back, input_precision=PRECISION)
     products = key_products(k, first, count, head, H, K, C, BK, PRECISION)
-    d_lower = tl.where((rows[:, None] > rows[None, :]) & (rows[:, None] < count), d_lower * d, 0.0)
+    d_lower *= decay_matrix(b, log_decay, count, head, C, DECAY)
+    d_lower = tl.where(rows[:, None] > rows[None, :], d_lower, 0.0)
     sum_beta += tl.sum(d_lower * products, 1)
     d_lower *= strength[:, None]
     moved = d_lower * products
