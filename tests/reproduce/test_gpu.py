@@ -30,7 +30,6 @@ def test_a_second_seed_compiles_nothing(prepared: Path, tmp_path: Path, monkeypa
     assert graphs[0] == graphs[1] > 0
     found = {(r.metric, r.seed): r.value for r in records.read(tmp_path / "records.jsonl")}
     assert all(4.0 < found["validation loss", seed] < 7.0 for seed in (0, 1))
-    assert found["tokens per second", 1] > 1000
 
 
 @pytest.mark.usefixtures("small")

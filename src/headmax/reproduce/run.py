@@ -162,9 +162,6 @@ def describe(run: Run, lr: float, folder: Path, model: HeadmaxForCausalLM, make:
         rounded = {name: {**gate, "share": [round(x, 4) for x in gate["share"]]} for name, gate in gates.items()}
         yield record("gate entropy", statistics.mean(gate["entropy"] for gate in gates.values()), "of an even split", gates=rounded)
         yield record("dead heads", sum(len(gate["dead"]) for gate in gates.values()), "heads")
-    yield record("tokens per second", summary["tokens_per_s"], "tokens/s")
-    if not run.train(lr).compute.cuda_graph:  # a graph's memory is held, not allocated
-        yield record("peak memory", lines[-1]["memory"] / 2**30, "GiB")
 
 
 def thinned(lines: Sequence[Line]) -> list[tuple[int, float]]:
