@@ -88,7 +88,7 @@ def row(page: str, start: str) -> list[str]:
 def test_verdicts(page: str) -> None:
     assert row(page, "The softmax over heads lowers the perplexity of GLA")[1:] == [
         "−9.5 ± 0.2 (−9.9 to −9.1) % of perplexity",
-        "**held**, but not told apart from frozen gates",
+        "**held**, but not seen to be better than frozen gates",
     ]
     assert row(page, "GLA: it is the competition (softmax below uniform)")[2] == "not told apart (0 of 3 seeds as claimed)"
     assert row(page, "GLA: it is the competition (softmax below sigmoid)")[2] == "**held**"
@@ -98,7 +98,7 @@ def test_verdicts(page: str) -> None:
     assert row(page, "Softmax GLA is better at 10x768")[1:] == [MISSING, MISSING]
     assert row(page, "Softmax GLA recalls more (MQAR, all settings)")[1:] == [
         "+0.500 ± 0.000 (+0.500 to +0.500) accuracy",
-        "**held**, but not told apart from frozen gates",
+        "**held**, but not seen to be better than frozen gates",
     ]
     assert "2 of 3 seeds as claimed" in row(page, "GLA: more than uniform gates let it recall")[2]
 

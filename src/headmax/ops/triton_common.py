@@ -177,23 +177,24 @@ def causal_mask(count, C: tl.constexpr):
 
 @triton.jit
 def decay_sums(log_decay, first, count, head, H: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr):
-    """The running sums b [C] of a chunk's log-decays, base 2, and the last of them, b_C."""
+    """The running sums b [C] of a chunk's log-decays, base 2, what is left of them after each token, b_C - b, and b_C."""
     rows = tl.arange(0, C)
     if DECAY == "none":
-        return tl.zeros([C], tl.float32), tl.sum(tl.zeros([C], tl.float32), 0)
+        zeros = tl.zeros([C], tl.float32)
+        return zeros, zeros, tl.sum(zeros, 0)
     elif DECAY == "head":
         step = base_2(tl.load(log_decay + head).to(tl.float32))
-        return (rows + 1) * step, count * step
+        return (rows + 1) * step, (count - 1 - rows) * step, count * step
     else:
         step = base_2(tl.load(log_decay + (first + rows) * H + head, mask=rows < count, other=0.0).to(tl.float64))
-        return tl.cumsum(step, 0), tl.sum(step, 0)
+        b, total = tl.cumsum(step, 0), tl.sum(step, 0)
+        return b, total - b, total
 
 
 @triton.jit
-def decay_rows(b, total, count, C: tl.constexpr):
-    """2^b and 2^(b_C - b) per token, 0 beyond the end."""
-    there = tl.arange(0, C) < count
-    return tl.exp2(tl.where(there, b.to(tl.float32), -float("inf"))), tl.exp2(tl.where(there, (total - b).to(tl.float32), -float("inf")))
+def decay_rows(sums, count, C: tl.constexpr):
+    """2^sums per token, 0 beyond the end."""
+    return tl.exp2(tl.where(tl.arange(0, C) < count, sums.to(tl.float32), -float("inf")))
 
 
 @triton.jit

@@ -68,8 +68,8 @@ def prepare_kernel(
             return
     products = tl.zeros([C, C], tl.float32)
     if DECAY != "channel":
-        b, total = decay_sums(log_decay, first, count, head, H, C, DECAY)
-        from_start, to_end = decay_rows(b, total, count, C)
+        b, left, total = decay_sums(log_decay, first, count, head, H, C, DECAY)
+        from_start, to_end = decay_rows(b, count, C), decay_rows(left, count, C)
         tl.store(whole + index, total.to(tl.float32))
     for k_start in range(0, K, BK):
         p_q, inside = tile(q, first, count, head, k_start, H, K, C, BK)
@@ -259,8 +259,8 @@ def query_key_gradients_kernel(
     if DECAY == "channel":
         scores = tl.where(causal_mask(count, C), scores, 0.0)
     else:
-        b, total = decay_sums(log_decay, first, count, head, H, C, DECAY)
-        from_start, to_end = decay_rows(b, total, count, C)
+        b, left, total = decay_sums(log_decay, first, count, head, H, C, DECAY)
+        from_start, to_end = decay_rows(b, count, C), decay_rows(left, count, C)
         scores *= decay_matrix(b, log_decay, count, head, C, DECAY) * scale
     to_q, to_k = scores, scores
     if DECAY != "channel" and not LONG:  # registers do not hold two of a long chunk's: there queries and keys are gated

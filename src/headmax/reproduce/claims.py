@@ -84,7 +84,7 @@ def verdicts(results: Results) -> Iterator[str]:
         """`frozen`: the same difference to gates frozen at 1/H; `floor`: where both models do no better than chance."""
         verdict = FLOOR if found and floor else judge(found, wanted)
         if verdict == HELD and frozen is not None and told_apart(frozen) != wanted:
-            verdict += ", but not told apart from frozen gates"
+            verdict += ", but not seen to be better than frozen gates"
         edges = interval(found)
         reach = f" ({edges[0]:+.{digits}f} to {edges[1]:+.{digits}f})".replace("-", "−") if edges else ""
         rows.append([claim, (f"{show(found, digits, True)}{reach} {unit}") if found else MISSING, verdict])

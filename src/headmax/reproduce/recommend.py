@@ -10,7 +10,7 @@ from typing import Any
 from headmax.analysis.figures import TITLES
 from headmax.layers import HeadGateConfig
 from headmax.models import HeadmaxConfig
-from headmax.reproduce.results import LOSS, MISSING, WORDS, Results, Seeds, relative, show, table, told_apart
+from headmax.reproduce.results import LOSS, MISSING, WORDS, Results, Seeds, interval, relative, show, table, told_apart
 from headmax.reproduce.runs import EPS, LINEAR, PLACES, VARIANTS, Run
 
 PAPER = "softmax"
@@ -79,7 +79,7 @@ def promising(found: Mapping[Setting, Evidence]) -> list[Setting]:
 
 def preferred(results: Results, found: Mapping[Setting, Evidence]) -> Setting | None:
     """By the rule; None if the default stays."""
-    whole = [setting for setting in promising(found) if all(len(differences) > 2 for differences, _ in found[setting].values())]
+    whole = [setting for setting in promising(found) if all(interval(differences) for differences, _ in found[setting].values())]
     if not whole:
         return None
     losses = {setting: mean(results.seeds(LOSS, setting.run("gla")).values()) for setting in whole}
@@ -97,7 +97,7 @@ def recommendation(results: Results) -> Iterator[str]:
         for digits, (differences, wanted) in zip((1, 1, 1, 3, 3, 3), columns.values(), strict=True):
             words = {1: ", **better**", -1: ", **worse**", 0: ""}[told_apart(differences) * wanted]
             cells.append(show(differences, digits, sign=True) + words if differences else "")
-            judged += len(differences) > 2
+            judged += interval(differences) is not None
         rows.append([f"{WORDS[setting.variant]}, eps {setting.norm_eps:g}", *cells])
     yield f"The default is {now}; the paper's literal setting is " + ("the same." if now.variant == PAPER else f"{literal()}.")
     yield "Other settings less the default, seed by seed; a loss is better below zero, recall above (accuracy, mean of all pairs and heads,"
@@ -123,7 +123,7 @@ def recommendation(results: Results) -> Iterator[str]:
     yield f"{judged} differences have three seeds and were judged one by one, all against the same runs of the default: a few of them"
     yield "may be called better or worse by chance."
     frozen = found.get(Setting("uniform", now.norm_eps), {})
-    same = [column for column, (differences, _) in frozen.items() if len(differences) > 2 and not told_apart(differences)]
+    same = [column for column, (differences, _) in frozen.items() if interval(differences) and not told_apart(differences)]
     if now.variant == PAPER and same:
         yield f"Gates frozen at 1/H were not told apart from gates that compete in {len(same)} of 6 columns ({', '.join(same)})."
 
