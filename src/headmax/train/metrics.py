@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -149,6 +150,7 @@ def summarize(folder: Path, device: torch.device) -> Line:
     return summary
 
 
+@functools.cache
 def matmul_rate(device: torch.device) -> float | None:
     """FLOP/s of a large bfloat16 product on this GPU, which a model's FLOPs are held against; None for a CPU."""
     if device.type != "cuda":
