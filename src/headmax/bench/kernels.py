@@ -143,6 +143,9 @@ def measure(
                 "GB/s": moved / taken / 1e9,
             }
             if ceilings is not None:
+                import triton
+
+                extra["triton"] = triton.__version__
                 extra["roofline"] = max(flops / ceilings.flops, moved / ceilings.bytes) / taken
             yield make(name, impl, f"{op}/{metric}", 1e3 * taken, "ms", **extra)
     if gates:

@@ -157,7 +157,11 @@ class Step:
 
 def measure(plan: Plan) -> Iterator[Record]:
     """Everything one process measures: first steps, then the grid, its models taking turns."""
+    import triton
+
     make, device = Recorder("train", "cuda"), torch.device("cuda")
+    # A run has one shape, and its graphs are made for that one: so are those of every point of the grid.
+    torch._dynamo.config.automatic_dynamic_shapes = False
     ceilings = Ceilings.of(device)
     assert ceilings is not None
     rate = ceilings.flops
@@ -194,7 +198,7 @@ def measure(plan: Plan) -> Iterator[Record]:
         for (impl, variant), step in steps.items():
             taken = statistics.median(times[impl, variant])
             size = sum(p.numel() for p in step.model.parameters())
-            how = {"rounds": plan.rounds, "ahead": STEP_AHEAD, "parameters": size}
+            how = {"rounds": plan.rounds, "ahead": STEP_AHEAD, "parameters": size, "triton": triton.__version__}
             yield make(case, impl, f"{variant}/tokens per second", length * batch / taken, "tokens/s", None, **how)
             yield make(case, impl, f"{variant}/peak memory", peaks[impl, variant] / 2**30, "GiB")
             yield make(case, impl, f"{variant}/MFU", 6 * size * length * batch / taken / rate, "of the measured matmul rate")
