@@ -33,7 +33,7 @@ def test_its_commands_exist() -> None:
 
 
 def test_its_figures_are_those_of_the_records() -> None:
-    texts = TEXT, (ROOT / "docs/training.md").read_text()
+    texts = TEXT, *((ROOT / "docs" / name).read_text() for name in ("training.md", "performance.md"))
     assert [readme.render(text) for text in texts] == [*texts]
     assert "".join(texts).count("<!-- generated: ") == len(readme.SECTIONS)
     assert readme.kernels().count("x as fast") == 1, "only the peer's own op is compared with it"

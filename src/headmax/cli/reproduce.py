@@ -9,7 +9,7 @@ from typing import Literal, get_args
 Part = Literal["rates", "language", "placement", "heads", "scaling", "recall-rates", "recall"]
 
 
-def readme(paths: tuple[Path, ...] = (Path("README.md"), Path("docs/training.md"))) -> None:
+def readme(paths: tuple[Path, ...] = (Path("README.md"), Path("docs/training.md"), Path("docs/performance.md"))) -> None:
     """Render the figures of the README and the docs anew from the committed records.
 
     Args:

@@ -53,23 +53,32 @@ def kernels_gpu() -> str:
 def steps() -> str:
     """Whole training steps on a GPU, ours beside the peer's."""
     found = list(records.read(records.RESULTS / "train_h200.jsonl"))
-    values = {(r.case, r.impl, *r.metric.split("/")): r for r in found if "/" in r.metric}
-    lines = ["| training step, length x batch | tokens/s | peak memory, GiB | of the measured matmul rate | commit |", "|---" * 5 + "|"]
-    for (case, impl, variant, metric), record in values.items():
-        if metric == "tokens per second":
-            recipe, size = case.split()
-            scale = recipe.split("-", 1)[1]
-            plain = f"transformer-{scale}" if variant == "transformer" else recipe
-            name = "softmax-" * (variant == "softmax") + plain + ", flash-linear-attention" * (impl == "fla")
-            name += f" ({variant})" * (variant not in ("plain", "softmax", "transformer"))
-            memory, rate = (values[case, impl, variant, other].value for other in ("peak memory", "MFU"))
-            lines.append(f"| {name}, {size} | {record.value:,.0f} | {memory:.1f} | {rate:.0%} | {record.commit[:7]} |")
-    first = [f"{r.metric.split('/')[0]} {r.value:.0f} s" for r in found if r.metric.endswith("first step, empty caches")]
-    note = f"Float32 parameters, bfloat16 compute, fused AdamW, {found[0].device}. First step with empty caches: {', '.join(first)}."
-    early = dict.fromkeys(r.commit[:7] for r in found if r.metric.endswith("tokens per second") and "ahead" not in r.extra)
-    if early:
-        note += f" Rows of a commit are of one run; those of {', '.join(early)} had launches less far ahead of the GPU than the others."
-    return "\n".join([*lines, "", note])
+    values = {(r.case, r.impl, r.metric): r for r in found}
+    columns = ["4096x8 tokens; no gates, softmax", "tokens/s", "time of gates", "GiB", "of the matmul rate"]
+    columns += ["flash-linear-attention, tokens/s", "GiB", "softmax as fast"]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for recipe in ("gla-340m", "retnet-340m", "gdn-340m"):
+        case = f"{recipe} 4096x8"
+
+        def pair(impl: str, metric: str, form: str, case: str = case) -> str:
+            both = [values.get((case, impl, f"{variant}/{metric}")) for variant in ("plain", "softmax")]
+            return "; ".join("–" if record is None else f"{record.value:{form}}" for record in both)
+
+        speed, gates = "tokens per second", values[case, "headmax", "softmax over plain/time"]
+        low, high = (f"{100 * (edge - 1):+.1f}" for edge in gates.extra["interval"])
+        ours, theirs = (values[case, impl, f"softmax/{speed}"] for impl in ("headmax", "fla"))
+        cells = [recipe, pair("headmax", speed, ",.0f"), f"{100 * (gates.value - 1):+.1f}% ({low} to {high})"]
+        cells += [pair("headmax", "peak memory", ".1f"), pair("headmax", "MFU", ".0%"), pair("fla", speed, ",.0f")]
+        lines.append(f"| {' | '.join([*cells, pair('fla', 'peak memory', '.1f'), f'{ours.value / theirs.value:.2f}x'])} |")
+    other = next(r for r in found if r.metric == "transformer/tokens per second")
+    first = ", ".join(f"{r.metric.split('/')[0]} {r.value:.0f} s" for r in found if r.metric.endswith("first step, empty caches"))
+    note = [
+        f"Float32 parameters, bfloat16 compute, fused AdamW, {gates.device}, commit {gates.commit[:7]}. flash-linear-attention has",
+        f"the gates put on by hand; its GDN runs under Triton {theirs.extra['triton']}, since it refuses 3.6 on this GPU. Transformer++:",
+        f"{other.value:,.0f} tokens/s (commit {other.commit[:7]}). First step with empty caches: {first}. Lengths from 2K to 16K, and",
+        "what bounds it all: [docs/performance.md](docs/performance.md).",
+    ]
+    return "\n".join([*lines, "", *note])
 
 
 def decoding() -> str:
@@ -147,10 +156,26 @@ def training() -> str:
     return "\n".join([*lines, "", f"{run.device}, commit {run.commit}, records in `benchmarks/results/training_h200.jsonl`."])
 
 
+def gate_cost() -> str:
+    """What gates add to each kernel."""
+    found = [r for r in records.read(records.RESULTS / "kernels_h200.jsonl") if r.unit == "us"]
+    lines = ["| op, kernel | launches | us, no gates | gates add |", "|---|---|---|---|"]
+    for op in dict.fromkeys(r.metric.split("/")[0] for r in found):
+        mine = [r for r in found if r.metric.startswith(f"{op}/")]
+        plain, gated = sum(r.value for r in mine), sum(r.extra["gated"] for r in mine)
+        lines.append(f"| **{op}** | | {plain:.0f} | {gated - plain:+.0f} ({100 * (gated / plain - 1):+.1f}%) |")
+        for r in mine:
+            if (added := r.extra["gated"] - r.value) >= 1:
+                lines.append(f"| {r.metric.split('/')[1]} | {r.extra['launches']:.0f} | {r.value:.0f} | {added:+.0f} |")
+    note = f"Device time of a forward and a backward pass, B=8 T=4096 H=4, {found[0].device}, commit {found[0].commit[:7]}."
+    return "\n".join([*lines, "", f"{note} Kernels to which gates add less than 1 us are in the sums alone."])
+
+
 SECTIONS: dict[str, Callable[[], str]] = {
     "kernels": kernels,
     "kernels_gpu": kernels_gpu,
     "steps": steps,
+    "gate_cost": gate_cost,
     "decoding": decoding,
     "gates": gates,
     "demo": demo,
