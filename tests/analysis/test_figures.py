@@ -30,7 +30,9 @@ def test_each_figure_reads_its_records(tmp_path: Path) -> None:
             "reproduction",
             [("softmax-gla-6x512", "training loss", 8.0, curve), ("gla-4x256", "training loss", 1.0, curve)],
         )
-        write(tmp_path / "l.jsonl", "reproduction", [("softmax-gla-6x512", "validation loss", 2.0, about | {"parameters": 36_000_000})])
+        sized = about | {"parameters": 36_000_000}
+        rows = [("softmax-gla-6x512-short", "validation loss", 2.0, sized), ("softmax-gla-6x512", "validation loss", 3.0, sized)]
+        write(tmp_path / "l.jsonl", "reproduction", rows)
         write(tmp_path / "l.jsonl", "reproduction", [("softmax-gla-2x128-mqar16", "mean accuracy over training", 0.5 + seed / 10, about)])
     found = [record for path in sorted(tmp_path.glob("*.jsonl")) for record in records.read(path)]
     lines = {name: figures.collect(figure, found)[0] for name, figure in figures.FIGURES.items()}

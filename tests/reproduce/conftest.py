@@ -45,7 +45,7 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setattr(runs, name, value)
     monkeypatch.setattr(runs, "SIZES", ("1x32",) * 3)
     monkeypatch.setattr(runs, "RATES", {"text": (1e-3, 1e-2), "recall": (1e-3, 1e-2)})
-    monkeypatch.setattr(runs, "PAIRS", (4, 4, 4))
+    monkeypatch.setattr(runs, "RECALL_SETTINGS", ((4, 2),))
     monkeypatch.setitem(runs.PARTS, "language", tiny)
     monkeypatch.setattr(records, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(run, "RESULTS", tmp_path / "results" / "reproduction.jsonl")

@@ -20,7 +20,7 @@ def said(folder: Path, effect: Callable[[Run], float], noise: float = 0.002, rec
     def wobble(run: Run) -> float:
         return noise * ((7 * run.seed + 3 * len(run.variant) + 5 * len(run.name)) % 5 - 2)
 
-    asked = runs(["language", "placement"])
+    asked = runs(["language", "placement", "after"])
     made = [MAKE(r.name, "headmax", "validation loss", 4.0 + effect(r) + wobble(r), "", r.seed, run=asdict(r)) for r in asked]
     if recall is not None:
         made += [MAKE(r.name, "headmax", "accuracy", 0.5 + recall(r) + wobble(r), "", r.seed, run=asdict(r)) for r in runs(["recall"])]

@@ -32,8 +32,11 @@ def test_the_list_of_runs() -> None:
     assert [run.seed for run in language] == sorted(run.seed for run in language), "all of one seed before the next"
     assert {(run.backbone, run.variant) for run in language} >= {(b, v) for b in LINEAR for v in (*KINDS, "uniform-read-after")}
     assert all(run.examined == "whole" for run in language)
-    shared = set(language) & set(runs.runs(["heads"])) & set(runs.runs(["scaling"])) & set(runs.runs(["placement"]))
-    assert shared == {Run("gla", variant, seed=seed) for variant in ("plain", "softmax") for seed in SEEDS}
+    assert set(language) & set(runs.runs(["placement"])) == {Run("gla", variant, seed=seed) for variant in KINDS for seed in SEEDS}
+    short = set(runs.runs(["heads", "scaling", "after"]))
+    assert {run.steps for run in short} == {runs.SHORT}
+    assert short >= {run.twin for run in short}, "plain models of their own"
+    assert {run.examined for run in short} == {"not"}
     names = [(run.name, run.seed, run.steps) for run in runs.runs(list(PARTS))]
     assert len(set(names)) == len(names), "a name tells a run"
 
@@ -279,3 +282,11 @@ def test_needle_rows_label_answers_alone(data: Path, tmp_path: Path) -> None:
     batch = NeedleRows(tmp_path / "needles.npz").batch(range(1, 3))
     assert batch.input_ids.tolist() == tokens[[1, 0]].tolist()
     assert batch.labels.tolist() == [[6, -100, -100, 9, -100, -100], [0, -100, -100, 3, -100, -100]]
+
+
+def test_runs_of_other_tokens_are_not_compared() -> None:
+    assert runs.comparable(Run("gla", "softmax", seed=1), Run("gla", seed=1)) == (Run("gla", "softmax", seed=1), Run("gla", seed=1))
+    short = [Run("gdn", variant, steps=runs.SHORT) for variant in ("softmax-after", "plain")]
+    assert list(runs.comparable(*(replace(run, steps=runs.STEPS) for run in short))) == short
+    never = Run("gdn", "softmax-after", norm_eps=1e-5), Run("gdn")
+    assert runs.comparable(*never) == never

@@ -110,9 +110,9 @@ FIGURES = {
     "latency": Figure("Decoding one text", "decoded tokens", "seconds", generation, "decode", "headmax bench decode", log=True),
     "training_loss": Figure("Training loss", "tokens", "loss", loss, "reproduction", REPRODUCE + "language"),
     "small_scaling": Figure("Validation perplexity over size", "million parameters, embeddings included", "perplexity",
-                            lambda r: small_perplexity(r, r"\d+x\d+", "parameters"), "reproduction", REPRODUCE + "scaling"),
+                            lambda r: small_perplexity(r, r"\d+x\d+-short", "parameters"), "reproduction", REPRODUCE + "scaling"),
     "small_heads": Figure("Validation perplexity over the number of heads", "heads", "perplexity",
-                          lambda r: small_perplexity(r, SMALL + r"(-h\d+)?", "heads"), "reproduction", REPRODUCE + "heads"),
+                          lambda r: small_perplexity(r, SMALL + r"(-h\d+)?-short", "heads"), "reproduction", REPRODUCE + "heads"),
     **{f"recall_{b}": Figure(f"Recall, {TITLES[b]}, 4 heads", "pairs", "mean accuracy over training", functools.partial(recall, backbone=b),
                              "reproduction", REPRODUCE + "recall") for b in ("gla", "retnet", "gdn")},
 }  # fmt: skip

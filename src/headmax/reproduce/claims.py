@@ -25,7 +25,7 @@ from headmax.reproduce.results import (
     table,
     told_apart,
 )
-from headmax.reproduce.runs import HEADS, LINEAR, SIZES, Run
+from headmax.reproduce.runs import HEADS, LINEAR, SHORT, SIZES, Run, comparable
 
 AFTER = " after needles"
 GUESS = -(2 * 7 * math.log(10) + 32 * math.log(16)) / 3
@@ -47,7 +47,7 @@ def answers(results: Results) -> Iterator[str]:
     """What a reader wants to know first."""
 
     def losses(one: str, other: str) -> dict[str, Seeds]:
-        return {b: relative(results.paired(LOSS, Run(b, one), Run(b, other))) for b in LINEAR}
+        return {b: relative(results.paired(LOSS, *comparable(Run(b, one), Run(b, other)))) for b in LINEAR}
 
     signs = [-told_apart(x) for x in losses("softmax", "uniform").values() if x]
     yield "With the read gate on the query, as in the paper, gates that compete were better than gates frozen at 1/H in"
@@ -98,12 +98,14 @@ def verdicts(results: Results) -> Iterator[str]:
     for b in LINEAR:
         for control in ("uniform", "sigmoid"):
             add(f"{TITLES[b]}: it is the competition (softmax below {control})", losses(Run(b, "softmax"), Run(b, control)), -1, PPL)
-    few, many = (gain(results, Run("gla", "softmax", heads=n), Run("gla", heads=n)) for n in (HEADS[0], HEADS[-1]))
+    fewest, most = ({v: Run("gla", v, heads=n, steps=SHORT) for v in ("plain", "softmax", "uniform")} for n in (HEADS[0], HEADS[-1]))
+    few, many = (gain(results, of["softmax"], of["plain"]) for of in (fewest, most))
     add(f"The gain of Softmax GLA grows from {HEADS[0]} to {HEADS[-1]} heads", less(many, few), 1, "in perplexity", 2)
-    at_most = [Run("gla", v, heads=HEADS[-1]) for v in ("softmax", "uniform")]
-    add(f"GLA at {HEADS[-1]} heads: it is the competition (softmax below uniform)", losses(*at_most), -1, PPL)
+    competing = losses(most["softmax"], most["uniform"])
+    add(f"GLA at {HEADS[-1]} heads: it is the competition (softmax below uniform)", competing, -1, PPL)
     for size in SIZES:
-        add(f"Softmax GLA is better at {size}", losses(Run("gla", "softmax", size), Run("gla", size=size)), -1, PPL)
+        larger = losses(*(Run("gla", v, size, steps=SHORT) for v in ("softmax", "plain")))
+        add(f"Softmax GLA is better at {size}", larger, -1, PPL)
     for b in LINEAR:
         frozen = results.recall(b, "softmax", "uniform")
         add(f"Softmax {TITLES[b]} recalls more (MQAR, all settings)", results.recall(b, "softmax", "plain"), 1, "accuracy", 3, frozen)

@@ -11,7 +11,7 @@ from headmax.analysis.figures import TITLES
 from headmax.layers import HeadGateConfig
 from headmax.models import HeadmaxConfig
 from headmax.reproduce.results import LOSS, MISSING, WORDS, Results, Seeds, interval, relative, show, table, told_apart
-from headmax.reproduce.runs import EPS, LINEAR, PLACES, VARIANTS, Run
+from headmax.reproduce.runs import EPS, LINEAR, PLACES, VARIANTS, Run, comparable
 
 PAPER = "softmax"
 """The variant that is the paper's equation to the letter."""
@@ -64,7 +64,7 @@ Evidence = dict[str, tuple[Seeds, int]]
 def evidence(results: Results, one: Setting, other: Setting) -> Evidence:
     made: Evidence = {}
     for b in LINEAR:
-        made[f"{TITLES[b]}, % of perplexity"] = relative(results.paired(LOSS, one.run(b), other.run(b))), -1
+        made[f"{TITLES[b]}, % of perplexity"] = relative(results.paired(LOSS, *comparable(one.run(b), other.run(b)))), -1
     for b in LINEAR:
         differs = one.variant != other.variant
         made[f"{TITLES[b]}, recall"] = (results.recall(b, one.variant, other.variant) if differs else {}), 1

@@ -30,13 +30,13 @@ from headmax.reproduce.runs import (
     KINDS,
     LENGTH,
     LINEAR,
-    PAIRS,
     PARTS,
     PLACES,
     RATES,
-    RECALL_HEADS,
+    RECALL_SETTINGS,
     RECALL_STEPS,
     SEEDS,
+    SHORT,
     SIZES,
     STEPS,
     Run,
@@ -66,13 +66,10 @@ def setup(results: Results) -> Lines:
     yield "are the paper's; warm-up is a tenth of the run (there a thirtieth). The controls uniform (gates frozen at 1/H) and sigmoid"
     yield "(gates that do not compete) have the softmax's place and, sigmoid at the start only, its mean. No gates, output x 1/H, is"
     yield "a frozen read gate after the norm and no write gate: the plain model, whose mixers' output is divided by the number of heads."
+    yield f"Runs of {SHORT} steps (heads, sizes, and RetNet and GDN with a read gate after the norm) read other texts, textbooks and"
+    yield "Wikipedia, whose checksum is in their records, and have plain models of their own; nothing is compared across the two."
     yield ""
-    rows = []
-    for backbone in BACKBONES:
-        rows.append([TITLES[backbone], *tried(results, Run(backbone))])
-        if backbone in LINEAR:
-            other = [results.record(LOSS, replace(rate, variant="uniform-read-after")) for rate in Run(backbone).rates()]
-            rows.append([f"{TITLES[backbone]}, {WORDS['uniform-read-after']}", *map(three, other), ""])
+    rows = [[TITLES[backbone], *tried(results, Run(backbone))] for backbone in BACKBONES]
     yield table(["learning rate, validation loss after fewer steps", *(f"{rate:g}" for rate in RATES["text"]), "taken"], rows)
     yield ""
     yield "The rate is chosen for the plain model, at this size with 4 heads and seed 0, and taken for all gates, sizes and numbers of"
@@ -198,28 +195,29 @@ def folded(summary: str, grid: tables.Grid) -> Lines:
 
 
 def placement(results: Results) -> Lines:
-    asked = set(runs(["language", "placement"]))
+    asked = set(runs(["language", "placement", "after"]))
     for b in LINEAR:
-        rows = []
+        rows, tried = [], EPS if b == LINEAR[0] else EPS[:1]
         for v in PLACES:
-            both = [Run(b, v, norm_eps=eps) for eps in EPS]
+            both = [Run(b, v, norm_eps=eps, steps=STEPS if b == LINEAR[0] else SHORT) for eps in tried]
             found = [show(perplexity(results.seeds(LOSS, run))) if run in asked else "" for run in both]
             gained = [relative(results.paired(LOSS, run, run.twin)) for run in both]
             differences = [show(x, 1, sign=True) if run in asked and v != "plain" else "" for x, run in zip(gained, both, strict=True)]
             rows += [[WORDS[v], *found, *differences]] if asked & set(both) else []
-        columns = (*(f"perplexity, eps {eps:g}" for eps in EPS), *(f"per cent less no gates, eps {eps:g}" for eps in EPS))
+        columns = (*(f"perplexity, eps {eps:g}" for eps in tried), *(f"per cent less no gates, eps {eps:g}" for eps in tried))
         yield table([TITLES[b], *columns], rows)
         yield ""
-    yield "An empty cell was not asked for."
+    yield f"GLA: {STEPS} steps; the others: {SHORT}."
 
 
 def heads(results: Results) -> Lines:
     paper = PAPER["figures"]["heads"]["gain"]
     rows = [
-        [str(n), *(show(perplexity(results.seeds(LOSS, Run("gla", v, heads=n)))) for v in KINDS[:3]),
-         *(show(gain(results, Run("gla", v, heads=n), Run("gla", heads=n)), sign=True) for v in ("softmax", "uniform")),
+        [str(n), *(show(perplexity(results.seeds(LOSS, replace(run, variant=v)))) for v in KINDS[:3]),
+         *(show(gain(results, replace(run, variant=v), run), sign=True) for v in ("softmax", "uniform")),
          str(paper.get(str(n), "not given"))]
         for n in HEADS
+        for run in [Run("gla", heads=n, steps=SHORT)]
     ]  # fmt: skip
     yield table(["heads", *(WORDS[v] for v in KINDS[:3]), "gain of softmax", "gain of uniform", "paper's gain of softmax, 110M"], rows)
     yield "\nValidation perplexity of GLA at a fixed number of parameters (the paper: WikiText)."
@@ -228,9 +226,9 @@ def heads(results: Results) -> Lines:
 def scaling(results: Results) -> Lines:
     rows = []
     for size in SIZES:
-        record = results.record(LOSS, Run("gla", size=size))
+        record = results.record(LOSS, Run("gla", size=size, steps=SHORT))
         count = MISSING if record is None else f"{record.extra['parameters'] / 1e6:.1f}M"
-        both = [Run("gla", v, size) for v in ("plain", "softmax")]
+        both = [Run("gla", v, size, steps=SHORT) for v in ("plain", "softmax")]
         found = [show(perplexity(results.seeds(LOSS, run))) for run in both]
         rows.append([size, count, *found, show(relative(results.paired(LOSS, both[1], both[0])), 1, True)])
     yield table(["size", "parameters", "GLA", "Softmax GLA", "per cent of perplexity, difference"], rows)
@@ -242,14 +240,13 @@ def recall(results: Results) -> Lines:
     yield f"MQAR, 2 layers x 128 with short convolutions, {RECALL_STEPS} steps of 64 sequences; accuracy on held-out ones. In hard"
     yield "settings it still rises at the end, so that this measures how fast models learn as well; the mean over training does so more."
     yield ""
-    rows = [[TITLES[b], *tried(results, recall_run(b, "plain", PAIRS[1], 4))] for b in LINEAR]
+    rows = [[TITLES[b], *tried(results, recall_run(b, "plain", 32, 4))] for b in LINEAR]
     yield table(["learning rate, validation loss", *(f"{rate:g}" for rate in RATES["recall"]), "taken"], rows)
     yield ""
     for backbone in LINEAR:
         rows = [
             [str(pairs), str(n), *(accuracy(results, recall_run(backbone, kind, pairs, n)) for kind in PLACES)]
-            for pairs in PAIRS
-            for n in RECALL_HEADS
+            for pairs, n in RECALL_SETTINGS
         ]
         yield table([f"{TITLES[backbone]}: pairs", "heads", *(WORDS[kind] for kind in PLACES)], rows)
         yield ""
@@ -298,7 +295,7 @@ def again(results: Results) -> Lines:
     yield "headmax data prepare TEXT... --valid TEXT... --max-tokens 21M --out DATA    # tokens to train on"
     yield "headmax reproduce prepare DATA --eval-data TASKS                           # what the tasks ask, and needles; needs lm-eval"
     yield "headmax reproduce run rates --data DATA --out OUT"
-    yield "headmax reproduce run language placement heads scaling --data DATA --out OUT --budget-seconds 540"
+    yield "headmax reproduce run language placement after heads scaling --data DATA --out OUT --budget-seconds 540"
     yield "headmax reproduce run recall-rates --out OUT"
     yield "headmax reproduce run recall --out OUT --budget-seconds 540"
     yield "headmax reproduce collect OUT --data DATA --eval-data TASKS                # into benchmarks/results; needs lm-eval"

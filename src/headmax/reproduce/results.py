@@ -14,7 +14,7 @@ from headmax import records
 from headmax.eval.tables import ERRORS, spread
 from headmax.records import Record
 from headmax.reproduce.run import SUITE
-from headmax.reproduce.runs import GATES, PAIRS, RECALL_HEADS, RECALL_STEPS, SEEDS, Run
+from headmax.reproduce.runs import GATES, RECALL_SETTINGS, RECALL_STEPS, SEEDS, Run
 
 Seeds = Mapping[int | None, float]
 """A number by seed."""
@@ -85,8 +85,7 @@ class Results:
         """A metric of one kind of gates less that of another, averaged over the settings of a seed if all are there."""
         found = [
             self.paired(metric, *(recall_run(backbone, kind, pairs, heads) for kind in (variant, other)))
-            for pairs in PAIRS
-            for heads in RECALL_HEADS
+            for pairs, heads in RECALL_SETTINGS
         ]
         return {seed: mean(one[seed] for one in found) for seed in found[0] if all(seed in one for one in found)}
 

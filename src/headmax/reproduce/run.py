@@ -150,6 +150,7 @@ def describe(run: Run, lr: float, folder: Path, model: HeadmaxForCausalLM, make:
         found = [one["accuracy"] for one in measured]
         yield record("accuracy", found[-1], "fraction", curve=[round(x, 4) for x in found])
         yield record("mean accuracy over training", statistics.mean(found), "fraction")
+        return
     curve = thinned(lines)
     yield record("training loss", curve[-1][1], "nats", curve=curve)
     for name, found in summary["stability"].items():

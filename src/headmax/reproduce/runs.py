@@ -15,7 +15,8 @@ from headmax.train import CheckpointConfig, ComputeConfig, EvalConfig, OptimConf
 
 LENGTH, BATCH = 2048, 16
 """Tokens of a sequence and sequences of a step, for language models."""
-STEPS, RATE_STEPS, NEEDLE_STEPS, RECALL_STEPS = 512, 160, 100, 2000
+STEPS, SHORT, RATE_STEPS, NEEDLE_STEPS, RECALL_STEPS = 512, 384, 160, 100, 2000
+"""Of most language models, of those of some parts (which have plain models of their own), and of other runs."""
 RATES = {"text": (5e-4, 1e-3, 2e-3, 4e-3), "recall": (3e-4, 1e-3, 3e-3, 1e-2)}
 """Learning rates that the plain model of each backbone tries."""
 SEEDS = (0, 1, 2)
@@ -37,7 +38,8 @@ EPS = (1e-6, 1e-5)
 SIZES = ("4x256", "6x512", "10x768")
 """Layers x hidden size. The middle one, that of most runs, has 20M parameters beside 16M of embeddings."""
 HEADS = (4, 8, 16)
-PAIRS, RECALL_HEADS, RECALL_VOCAB = (16, 32, 64), (2, 4, 8), 256
+RECALL_SETTINGS, RECALL_VOCAB = ((16, 4), (32, 2), (32, 4), (32, 8), (64, 4)), 256
+"""Pairs and heads: more pairs at 4 heads, more heads at 32 pairs."""
 NO_CHECKPOINT = CheckpointConfig(final=False)
 """Models are examined where they were trained, and their runs too short to be gone on with."""
 
@@ -68,16 +70,17 @@ class Run:
 
     @property
     def name(self) -> str:
-        """All but the seed and the number of steps, in one word."""
+        """All but the seed, in one word; of the number of steps, whether it is SHORT."""
         words = [self.variant] * (self.variant != "plain") + [self.backbone, self.size]
         words += [f"h{self.heads}"] * (self.heads != 4) + [f"eps{self.norm_eps}"] * (self.norm_eps != EPS[0])
         words += [f"mqar{self.pairs}"] * (self.pairs is not None) + [f"lr{self.lr}"] * (self.lr is not None)
+        words += ["short"] * (self.steps == SHORT)
         return "-".join(words)
 
     @property
     def examined(self) -> Literal["whole", "wikitext", "not"]:
-        """By which tasks: all for the models of the paper's tables, which are trained on needles too; none for choices and recall."""
-        if self.kind == "recall" or self.lr is not None:
+        """By which tasks: all for the models of the paper's tables, which are trained on needles too; short runs by none."""
+        if self.kind == "recall" or self.lr is not None or self.steps == SHORT:
             return "not"
         return "whole" if self in PARTS["language"](self.seed) else "wikitext"
 
@@ -95,7 +98,7 @@ class Run:
         """The runs that choose the learning rate."""
         if self.kind == "text":
             return [Run(self.backbone, size=SIZES[1], steps=RATE_STEPS, lr=lr) for lr in RATES["text"]]
-        return [Run(self.backbone, size=self.size, lr=lr, steps=RECALL_STEPS, pairs=PAIRS[1]) for lr in RATES["recall"]]
+        return [Run(self.backbone, size=self.size, lr=lr, steps=RECALL_STEPS, pairs=32) for lr in RATES["recall"]]
 
     def model(self, vocab_size: int) -> HeadmaxConfig:
         layers, hidden = map(int, self.size.split("x"))
@@ -117,7 +120,8 @@ class Run:
         task = self.task()
         if task is not None:
             config = recall_training(task, steps=self.steps, seed=self.seed, lr=lr, eval_every=100)
-            return replace(config, checkpoint_every=0, checkpoint=NO_CHECKPOINT, compute=replace(config.compute, cuda_graph=True))
+            compute = replace(config.compute, precision="bfloat16", cuda_graph=True)
+            return replace(config, checkpoint_every=0, checkpoint=NO_CHECKPOINT, compute=compute)
         return text_training(self.steps, self.seed, lr)
 
 
@@ -146,34 +150,34 @@ def language(seed: int) -> Iterator[Run]:
 
 
 def placement(seed: int) -> Iterator[Run]:
-    """Where the read gate is and what the norm adds: all of it for GLA, the most telling of it for the others."""
+    """Where GLA's read gate is and what its norm adds."""
     for eps in EPS:
         yield from (Run("gla", variant, seed=seed, norm_eps=eps) for variant in PLACES)
+
+
+def after(seed: int) -> Iterator[Run]:
+    """The read gates of the others after the norm."""
     for backbone in LINEAR[1:]:
-        yield from (Run(backbone, variant, seed=seed) for variant in PLACES[len(KINDS) :])
-        yield from (Run(backbone, variant, seed=seed, norm_eps=EPS[1]) for variant in ("plain", "softmax"))
+        yield from (Run(backbone, variant, seed=seed, steps=SHORT) for variant in ("plain", "softmax", *PLACES[len(KINDS) :]))
 
 
 def heads(seed: int) -> Iterator[Run]:
-    yield from (Run("gla", variant, heads=n, seed=seed) for n in HEADS for variant in ("plain", "softmax", "uniform"))
+    yield from (Run("gla", variant, heads=n, seed=seed, steps=SHORT) for n in HEADS for variant in ("plain", "softmax", "uniform"))
 
 
 def scaling(seed: int) -> Iterator[Run]:
-    yield from (Run("gla", variant, size, seed=seed) for size in SIZES for variant in ("plain", "softmax"))
+    yield from (Run("gla", variant, size, seed=seed, steps=SHORT) for size in SIZES for variant in ("plain", "softmax"))
 
 
 def recall(seed: int) -> Iterator[Run]:
-    for pairs in PAIRS:
-        for n in RECALL_HEADS:
-            for backbone in LINEAR:
-                yield from (Run(backbone, kind, "2x128", n, seed, RECALL_STEPS, pairs=pairs) for kind in PLACES)
+    for pairs, n in RECALL_SETTINGS:
+        for backbone in LINEAR:
+            yield from (Run(backbone, kind, "2x128", n, seed, RECALL_STEPS, pairs=pairs) for kind in PLACES)
 
 
 def rates(seed: int) -> Iterator[Run]:
-    """Those that are chosen from, and whether another output scale would choose otherwise."""
     if seed == 0:
         yield from (rate for backbone in BACKBONES for rate in Run(backbone).rates())
-        yield from (replace(rate, variant="uniform-read-after") for backbone in LINEAR for rate in Run(backbone).rates())
 
 
 def recall_rates(seed: int) -> Iterator[Run]:
@@ -185,6 +189,7 @@ PARTS = {
     "rates": rates,
     "language": language,
     "placement": placement,
+    "after": after,
     "heads": heads,
     "scaling": scaling,
     "recall-rates": recall_rates,
@@ -196,3 +201,10 @@ PARTS = {
 def runs(parts: Sequence[str]) -> list[Run]:
     """What these parts ask for, each run once, in the order of their worth: all of one seed before the next."""
     return list(dict.fromkeys(run for seed in SEEDS for part in parts for run in PARTS[part](seed)))
+
+
+def comparable(one: Run, other: Run) -> tuple[Run, Run]:
+    """Both with as many steps as some part asks of both: nothing else was trained on the same tokens."""
+    asked = {replace(run, seed=0) for part in PARTS for run in PARTS[part](0)}
+    lengths = [(replace(one, steps=steps), replace(other, steps=steps)) for steps in (STEPS, SHORT)]
+    return next((pair for pair in lengths if asked.issuperset(replace(run, seed=0) for run in pair)), (one, other))

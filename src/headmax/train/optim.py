@@ -31,9 +31,10 @@ def learning_rate(config: TrainConfig, tokens: int) -> float:
 
 def clip(model: nn.Module, limit: float) -> Tensor:
     """Scales the gradients down to a norm of at most `limit`, over all parameters and ranks; the norm before that."""
-    norm = get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    parameters = [p for p in model.parameters() if p.grad is not None]
+    norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    clip_grads_with_norm_(model.parameters(), limit, norm)
+    clip_grads_with_norm_(parameters, limit, norm)
     return norm
 
 
