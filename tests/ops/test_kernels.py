@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -39,13 +40,18 @@ def cut_into_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @here
 @pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize("lengths", [None, (70, 230)], ids=["rows", "packed"])
+@pytest.mark.parametrize("lengths", [None, (70, 560)], ids=["rows", "packed"])
 def test_segments_of_a_long_sequence_change_nothing(name: str, lengths: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case(time=300, heads=1, key=20, value=24, gates="both", initial_state=True, lengths=lengths)
+    from headmax.ops.triton_common import Layout
+
+    case = Case(time=sum(lengths or (300,)), heads=1, key=20, value=24, gates="both", initial_state=True, lengths=lengths)
     inputs = inputs_of(name, case)
     whole = run(SPECS[name], inputs, "triton")
     cut_into_segments(monkeypatch)
-    cut = run(SPECS[name], inputs, "triton")
+    with mock.patch.object(Layout, "segments", autospec=True, side_effect=Layout.segments) as cutting:
+        cut = run(SPECS[name], inputs, "triton")
+    assert all(Layout.segments(*call.args, **call.kwargs) > 1 for call in cutting.call_args_list)
+    assert cutting.called
     for key, x in cut.items():
         assert distance(x, whole[key]) <= 1e-5, key
 

@@ -23,7 +23,7 @@ from headmax.layers.triton_loss import cross_entropy_rows
 from headmax.ops import head_gate, registry, triton_decayed, triton_tiles
 from headmax.ops.gated_delta_rule import WIDE_DELTA, triton_chunk
 from headmax.ops.head_gate import split_gates
-from headmax.ops.packing import LONG_CHUNK
+from headmax.ops.packing import CHUNK
 from headmax.ops.spec import Case
 from headmax.ops.triton_common import MIN_SEGMENT
 
@@ -78,7 +78,7 @@ def calls(dtype: torch.dtype, shared: int) -> Iterator[tuple[str, Callable[[], o
             if op == "gated_delta_rule" and dtype == torch.float32 and width == "wide" and shared < WIDE_DELTA:
                 continue  # refused there, see its __init__
             function = functools.partial(spec.function, return_state=True, backend="triton")
-            for time in (70, 2 * MIN_SEGMENT * LONG_CHUNK):  # the second is cut into segments
+            for time in (70, triton_chunk.LEAST_SEGMENTS * MIN_SEGMENT * CHUNK):  # the second is cut into segments
                 inputs = spec.inputs(Case(time=time, heads=1, key=key, value=value, gates="both", initial_state=True), dtype)
                 yield f"{op} {width}", functools.partial(spec.evaluate, inputs, function)
     x, weight, taps = torch.ones(1, 70, 4, 128, dtype=dtype), torch.ones(4, 128), torch.ones(128, 4)

@@ -35,6 +35,9 @@ from headmax.ops.triton_common import (
 from headmax.ops.triton_decayed import Prepared, combine, load_decays, prepare, query_key_gradients, scaled, shape_arguments
 from headmax.ops.triton_tiles import processors, tile_arguments
 
+LEAST_SEGMENTS = 5
+"""Segments do 2.5 to 3 times the work: four, which is two programs for every processor, take longer than half of the processors once."""
+
 
 @triton.jit
 def key_products(k, first, count, head, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr):
@@ -73,20 +76,23 @@ def unit_lower_inverse(lower, C: tl.constexpr, PRECISION: tl.constexpr):
 def delta_writes_kernel(
     k, v, log_decay, beta, write_gate, inverse, erase, fresh, table, T,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr,
-    WRITE: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    WRITE: tl.constexpr, PACKED: tl.constexpr, KNOWN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """erase = (I + L)^-1 β exp(b) k and fresh = (I + L)^-1 β write_gate v, so that u = fresh - erase S; keeps the inverse."""
+    """erase = (I + L)^-1 β exp(b) k and fresh = (I + L)^-1 β write_gate v, so that u = fresh - erase S; makes the inverse unless KNOWN."""
     chunk, head = tl.program_id(0), tl.program_id(1)
     first, count = chunk_span(chunk, table, T, C, PACKED)
     rows = tl.arange(0, C)
     b, left, total = decay_sums(log_decay, first, count, head, H, C, DECAY)
     from_start = decay_rows(b, count, C)
     strength = row_values(beta, first, count, head, H, C, True)
-    lower = key_products(k, first, count, head, H, K, C, BK, PRECISION) * decay_matrix(b, log_decay, count, head, C, DECAY)
-    lower *= strength[:, None]
-    t_i = unit_lower_inverse(tl.where(rows[:, None] > rows[None, :], lower, 0.0), C, PRECISION)
     p_i, in_i = tile(inverse, first, count, head, 0, H, C, C, C)
-    tl.store(p_i, t_i, mask=in_i)
+    if KNOWN:
+        t_i = tl.load(p_i, mask=in_i, other=0.0)
+    else:
+        lower = key_products(k, first, count, head, H, K, C, BK, PRECISION) * decay_matrix(b, log_decay, count, head, C, DECAY)
+        lower *= strength[:, None]
+        t_i = unit_lower_inverse(tl.where(rows[:, None] > rows[None, :], lower, 0.0), C, PRECISION)
+        tl.store(p_i, t_i, mask=in_i)
     for k_start in range(0, K, BK):
         p_k, in_k = tile(k, first, count, head, k_start, H, K, C, BK)
         t_k = tl.load(p_k, mask=in_k, other=0.0).to(tl.float32) * (strength * from_start)[:, None]
@@ -268,11 +274,17 @@ class Written(NamedTuple):
     """[B,T,H,V]"""
 
 
-def writes(k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, write_gate: Tensor | None, layout: Layout) -> Written:
-    made = Written(k.new_empty(*k.shape[:3], CHUNK, dtype=torch.float32), torch.empty_like(k), torch.empty_like(v))
+def empty_inverse(k: Tensor) -> Tensor:
+    return k.new_empty(*k.shape[:3], CHUNK, dtype=torch.float32)
+
+
+def writes(
+    k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, write_gate: Tensor | None, layout: Layout, inverse: Tensor | None = None
+) -> Written:
+    made = Written(empty_inverse(k) if inverse is None else inverse, torch.empty_like(k), torch.empty_like(v))
     delta_writes_kernel[(layout.chunks, k.shape[2])](
         k, v, log_decay, beta, write_gate, *made, layout.table, **shape_arguments(k, layout), V=v.shape[3], DECAY="token",
-        WRITE=write_gate is not None, **tile_arguments("delta_writes", k, k.shape[3], v.shape[3]),
+        WRITE=write_gate is not None, KNOWN=inverse is not None, **tile_arguments("delta_writes", k, k.shape[3], v.shape[3]),
     )  # fmt: skip
     return made
 
@@ -351,8 +363,8 @@ def delta_scan_back(
 
 
 def segments_of(layout: Layout, value: int, heads: int, x: Tensor) -> int:
-    """Into how many segments a scan of the delta rule cuts each sequence; it then does three times the work."""
-    return layout.segments(triton.cdiv(value, 64) * heads, processors(x.device), least=4)
+    """Into how many segments a scan of the delta rule cuts each sequence."""
+    return layout.segments(triton.cdiv(value, 64) * heads, processors(x.device), LEAST_SEGMENTS)
 
 
 @torch.library.custom_op("headmax::gated_delta_rule", mutates_args=())
@@ -360,29 +372,32 @@ def segments_of(layout: Layout, value: int, heads: int, x: Tensor) -> int:
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, read_gate: Tensor | None, write_gate: Tensor | None,
     scale: float, initial: Tensor | None, table: Tensor | None, starts: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """o, the final state, and for the backward pass the inverses, which take longer to make than to keep."""
     layout = Layout(q.shape[0], q.shape[1], table, starts)
     prepared = prepare(q, k, log_decay, read_gate, None, scale, layout)
-    states, u, final, _ = delta_scan(prepared, writes(k, v, log_decay, beta, write_gate, layout), initial, layout)
-    return combine(prepared.reading, prepared.scores, u, states, layout), final
+    written = writes(k, v, log_decay, beta, write_gate, layout)
+    states, u, final, _ = delta_scan(prepared, written, initial, layout)
+    return combine(prepared.reading, prepared.scores, u, states, layout), final, written.inverse
 
 
 @_forward.register_fake
 def _(q, k, v, log_decay, beta, read_gate, write_gate, scale, initial, table, starts):
     sequences = q.shape[0] if starts is None else starts.shape[0] - 1
-    return torch.empty_like(v), q.new_empty(sequences, q.shape[2], q.shape[3], v.shape[3], dtype=torch.float32)
+    final = q.new_empty(sequences, q.shape[2], q.shape[3], v.shape[3], dtype=torch.float32)
+    return torch.empty_like(v), final, empty_inverse(k)
 
 
 @torch.library.custom_op("headmax::gated_delta_rule_backward", mutates_args=())
 @on_its_device
 def _backward(
     d_o: Tensor, d_final: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, read_gate: Tensor | None,
-    write_gate: Tensor | None, scale: float, initial: Tensor | None, table: Tensor | None, starts: Tensor | None,
+    write_gate: Tensor | None, scale: float, initial: Tensor | None, table: Tensor | None, starts: Tensor | None, inverse: Tensor,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, k, v, log_decay, beta, read_gate, write_gate, initial; an empty tensor where there is none."""
     layout, d_o, d_final = Layout(q.shape[0], q.shape[1], table, starts), d_o.contiguous(), d_final.contiguous()
     prepared = prepare(q, k, log_decay, read_gate, None, scale, layout)
-    written = writes(k, v, log_decay, beta, write_gate, layout)
+    written = writes(k, v, log_decay, beta, write_gate, layout, inverse)
     states, u, _, turns = delta_scan(prepared, written, initial, layout)
     d_u = combine(prepared.writing, prepared.scores, d_o, None, layout, transposed=True)
     d_states, d_initial = delta_scan_back(prepared, written, turns, d_o, d_u, d_final, layout)
@@ -401,7 +416,7 @@ def _backward(
 
 
 @_backward.register_fake
-def _(d_o, d_final, q, k, v, log_decay, beta, read_gate, write_gate, scale, initial, table, starts):
+def _(d_o, d_final, q, k, v, log_decay, beta, read_gate, write_gate, scale, initial, table, starts, inverse):
     nothing = q.new_empty(0, dtype=torch.float32)
     rows = [torch.empty_like(x, dtype=torch.float32) if x is not None else nothing for x in (log_decay, beta, read_gate, write_gate)]
     return [torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), *rows, torch.empty_like(d_final)]
@@ -409,13 +424,15 @@ def _(d_o, d_final, q, k, v, log_decay, beta, read_gate, write_gate, scale, init
 
 def _save(ctx, inputs, output) -> None:
     q, k, v, log_decay, beta, read_gate, write_gate, scale, initial, table, starts = inputs
-    ctx.save_for_backward(q, k, v, log_decay, beta, read_gate, write_gate, initial, table, starts)
+    inverse = output[2]
+    ctx.mark_non_differentiable(inverse)
+    ctx.save_for_backward(q, k, v, log_decay, beta, read_gate, write_gate, initial, table, starts, inverse)
     ctx.scale = scale
 
 
-def _gradient(ctx, d_o, d_final):
-    *inputs, initial, table, starts = ctx.saved_tensors
-    d_q, d_k, d_v, *rows, d_initial = _backward(d_o, d_final, *inputs, ctx.scale, initial, table, starts)
+def _gradient(ctx, d_o, d_final, _):
+    *inputs, initial, table, starts, inverse = ctx.saved_tensors
+    d_q, d_k, d_v, *rows, d_initial = _backward(d_o, d_final, *inputs, ctx.scale, initial, table, starts, inverse)
     rows = [None if x is None else g.to(x.dtype) for x, g in zip(inputs[3:], rows, strict=True)]
     return d_q, d_k, d_v, *rows, None, None if initial is None else d_initial.to(initial.dtype), None, None
 
@@ -443,4 +460,5 @@ def gated_delta_rule(
         q, k = q.repeat_interleave(groups, dim=2), k.repeat_interleave(groups, dim=2)
     tensors = [None if x is None else x.contiguous() for x in (q, k, v, log_decay, beta, read_gate, write_gate)]
     table, starts = (None, None) if packing is None else packing.chunks(CHUNK)
-    return _forward(*tensors, scale, None if initial_state is None else initial_state.contiguous(), table, starts)
+    o, final, _ = _forward(*tensors, scale, None if initial_state is None else initial_state.contiguous(), table, starts)
+    return o, final
