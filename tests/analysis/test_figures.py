@@ -59,7 +59,7 @@ def test_each_figure_reads_its_records(tmp_path: Path) -> None:
 def test_a_figure_without_records_says_so_and_is_not_drawn(tmp_path: Path) -> None:
     said = list(figures.reproduce(tmp_path / "out", tmp_path))
     assert [line.split(":")[0] for line in said] == list(figures.FIGURES)
-    assert all("no records of suite" in line for line in said)
+    assert all("no records for it" in line for line in said)
     assert not (tmp_path / "out").exists()
 
 

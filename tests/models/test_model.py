@@ -347,6 +347,8 @@ def test_autocast_keeps_parameters_in_float32() -> None:
         ({"head_k_dim": 12.5}, "head_k_dim must be a positive integer or None, got 12.5"),
         ({"hidden_size": 0}, "hidden_size must be a positive integer, got 0"),
         ({"head_gates": HeadGateConfig()}, "unknown field 'head_gates'; did you mean 'head_gate'"),
+        ({"num_layers": 2}, "unknown field 'num_layers'; did you mean 'num_hidden_layers'"),
+        ({"d_model": 64}, "unknown field 'd_model'; did you mean 'hidden_size'"),
         ({"head_gate": {"reed": True}}, "head_gate has no field 'reed'; did you mean 'read'"),
         ({"backend": "chunkwize"}, "unknown backend 'chunkwize'; did you mean 'chunkwise'"),
         ({"output_norm": "heads"}, "unknown output_norm 'heads'; did you mean 'head'"),

@@ -56,7 +56,7 @@ def winner(text: str) -> list[str]:
 def test_where_nothing_differs_the_default_stays(tmp_path: Path, noise: float) -> None:
     text = said(tmp_path, lambda run: 0.0, noise)
     assert "**Recommendation: the default stays, `kind=" in text
-    assert "Gates frozen at 1/H were not told apart from gates that compete in 3 of 6 columns" in text
+    assert "Of 3 columns that have three seeds, gates frozen at 1/H were not told apart from gates that compete in\n3, better in 0" in text
     assert "**worse**" not in text
 
 

@@ -175,6 +175,10 @@ def test_only_runs_of_the_same_seed_are_compared(tmp_path: Path) -> None:
     records.append(tmp_path / "reproduction.jsonl", made(Run("gla", "softmax")))
     found = Results(tmp_path).paired("validation loss", Run("gla", "softmax", seed=2), Run("gla"))
     assert found == {0: loss(Run("gla", "softmax")) - loss(Run("gla"))}
+    run = Run("gla", "uniform")
+    about = {"run": asdict(run), "data": {"index": "of other texts"}}
+    records.append(tmp_path / "reproduction.jsonl", [MAKE(run.name, "headmax", "validation loss", 3.0, "", 0, **about)])
+    assert Results(tmp_path).paired("validation loss", run, Run("gla")) == {}, "other texts"
 
 
 def entropy(*parts: float) -> float:

@@ -78,5 +78,5 @@ def test_every_field_is_an_option_and_the_recipe_its_default(tmp_path: Path, mon
     assert (config.optim.lr, config.compute.micro_batch, config.optim.weight_decay) == (5e-4, 4, 0.0)
     assert (config.sequence_length, config.batch_size, config.token_budget) == (13, 64, 2000 * 64 * 13)
     assert (model.mixer, model.num_heads, model.head_gate.kind, model.head_gate.read) == ("gla", 2, "sigmoid", True)
-    assert seen["source"].identity == {"task": "mqar", "seed": 5, "num_pairs": 4, "vocab_size": 64}
+    assert seen["source"].identity == {"task": "mqar", "generator": "philox", "seed": 5, "num_pairs": 4, "vocab_size": 64}
     assert json.dumps(seen["source"].identity)

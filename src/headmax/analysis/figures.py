@@ -169,6 +169,6 @@ def reproduce(folder: Path, results: Path = records.RESULTS) -> Iterator[str]:
     for name, figure in FIGURES.items():
         paths = draw(name, folder, found)
         if paths is None:
-            yield f"{name}: no records of suite {figure.suite!r} in {results}; they come from: {figure.needs}"
+            yield f"{name}: no records for it in {results}; they come from: {figure.needs}"
         else:
             yield f"{name}: {', '.join(map(str, paths))}"

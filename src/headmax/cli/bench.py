@@ -110,7 +110,7 @@ def train(
         peer: fla measures flash-linear-attention's model, plain, compiled, with bfloat16 parameters, and with gates put on by hand.
         grid: length x batch.
         rounds: timed steps of each model, interleaved.
-        limit: seconds for each peer's process.
+        limit: seconds for each process.
         out: append the records to this file.
     """
     from headmax import recipes as book

@@ -54,7 +54,8 @@ class MQARSamples:
 
     @property
     def identity(self) -> dict[str, str | int]:
-        return {"task": "mqar", "seed": self.seed, "num_pairs": self.task.num_pairs, "vocab_size": self.vocab_size}
+        about = {"seed": self.seed, "num_pairs": self.task.num_pairs, "vocab_size": self.vocab_size}
+        return {"task": "mqar", "generator": "philox", **about}
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """These samples: [B, 3n + 1], labelled with the answer after each query."""

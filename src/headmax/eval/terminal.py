@@ -74,7 +74,8 @@ def make_metrics(evaluation: Evaluation, tasks: Sequence[str], place: Place, out
     for record in made:
         error = record.extra["stderr"]
         table.add_row(record.case, record.metric, f"{record.value:.4f}", "" if error is None else f"{error:.4f}", str(record.extra["n"]))
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    if made:
+        Console(width=None if sys.stdout.isatty() else 120).print(table)
 
 
 def run(

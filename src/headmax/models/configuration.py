@@ -14,6 +14,13 @@ from headmax.layers.mlp import swiglu_width
 from headmax.layers.norm import OutputNormKind
 from headmax.ops.registry import BACKENDS, suggest
 
+ELSEWHERE = {
+    **dict.fromkeys(("num_layers", "num_layer", "n_layers", "n_layer", "depth"), "num_hidden_layers"),
+    **dict.fromkeys(("d_model", "dim", "n_embd", "embed_dim"), "hidden_size"),
+    "n_head": "num_heads",
+}
+"""What other libraries call a field."""
+
 
 class HeadmaxConfig(PreTrainedConfig):
     """A model of any mixer, with or without head gates. Fields left at None take the mixer's own default."""
@@ -61,7 +68,8 @@ class HeadmaxConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         fields = {field.name for field in dataclasses.fields(HeadmaxConfig)}
         for name in kwargs:  # Hugging Face would keep a misspelt field as an attribute that nothing reads
-            if not name.endswith("_token_id") and (close := difflib.get_close_matches(name, fields, n=1, cutoff=0.8)):
+            close = [ELSEWHERE[name]] if name in ELSEWHERE else difflib.get_close_matches(name, fields, n=1, cutoff=0.8)
+            if close and not name.endswith("_token_id"):
                 raise ValueError(f"HeadmaxConfig: unknown field {name!r}; did you mean {close[0]!r}?")
         if isinstance(self.head_gate, dict):
             known = {field.name for field in dataclasses.fields(HeadGateConfig)}

@@ -26,7 +26,7 @@ def efficiency(results: Results) -> Iterator[str]:
 
 def training(results: Results) -> Iterator[str]:
     """Throughput and memory over length x batch."""
-    found = {(r.case, r.impl, r.metric): r for r in results.records if r.suite == "train"}
+    found = {(r.case, r.impl, r.metric): r for r in results.records if r.suite == "train" and f"-{SCALE} " in r.case}
     cases = {b: sorted({case for case, _, _ in found if case.startswith(f"{b}-{SCALE} ")}, key=size) for b in LINEAR}
     columns = [("headmax", "plain"), ("headmax", "softmax"), ("fla", "plain"), ("fla", "softmax")]
     for metric, ratio, form in (("tokens per second", "time", ",.0f"), ("peak memory", "memory", ".1f")):

@@ -120,12 +120,14 @@ def recommendation(results: Results) -> Iterator[str]:
         yield "another eps were not asked for in all of them."
     else:
         yield f"**Recommendation: the default stays, {now}.** No other setting is better without being worse elsewhere."
-    yield f"{judged} differences have three seeds and were judged one by one, all against the same runs of the default: a few of them"
+    yield f"{judged} differences have three seeds and were judged one by one, many against the same runs of the default: a few of them"
     yield "may be called better or worse by chance."
     frozen = found.get(Setting("uniform", now.norm_eps), {})
-    same = [column for column, (differences, _) in frozen.items() if interval(differences) and not told_apart(differences)]
-    if now.variant == PAPER and same:
-        yield f"Gates frozen at 1/H were not told apart from gates that compete in {len(same)} of 6 columns ({', '.join(same)})."
+    signs = {column: told_apart(differences) * wanted for column, (differences, wanted) in frozen.items() if interval(differences)}
+    if now.variant == PAPER and signs:
+        counts = [list(signs.values()).count(sign) for sign in (0, 1, -1)]
+        yield f"Of {len(signs)} columns that have three seeds, gates frozen at 1/H were not told apart from gates that compete in"
+        yield f"{counts[0]}, better in {counts[1]} and worse in {counts[2]}."
 
 
 def literal() -> Setting:

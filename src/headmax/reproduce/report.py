@@ -66,8 +66,8 @@ def setup(results: Results) -> Lines:
     yield "are the paper's; warm-up is a tenth of the run (there a thirtieth). The controls uniform (gates frozen at 1/H) and sigmoid"
     yield "(gates that do not compete) have the softmax's place and, sigmoid at the start only, its mean. No gates, output x 1/H, is"
     yield "a frozen read gate after the norm and no write gate: the plain model, whose mixers' output is divided by the number of heads."
-    yield f"Runs of {SHORT} steps (heads, sizes, and RetNet and GDN with a read gate after the norm) read other texts, textbooks and"
-    yield "Wikipedia, whose checksum is in their records, and have plain models of their own; nothing is compared across the two."
+    yield f"Runs of {SHORT} steps (heads, sizes, and RetNet and GDN with a read gate after the norm) have plain models of their own, since"
+    yield "they may have read other texts, as the checksum in their records says; nothing is compared across texts but the learning rates."
     yield ""
     rows = [[TITLES[backbone], *tried(results, Run(backbone))] for backbone in BACKBONES]
     yield table(["learning rate, validation loss after fewer steps", *(f"{rate:g}" for rate in RATES["text"]), "taken"], rows)
@@ -295,7 +295,8 @@ def again(results: Results) -> Lines:
     yield "headmax data prepare TEXT... --valid TEXT... --max-tokens 21M --out DATA    # tokens to train on"
     yield "headmax reproduce prepare DATA --eval-data TASKS                           # what the tasks ask, and needles; needs lm-eval"
     yield "headmax reproduce run rates --data DATA --out OUT"
-    yield "headmax reproduce run language placement after heads scaling --data DATA --out OUT --budget-seconds 540"
+    yield "headmax reproduce run language placement --data DATA --out OUT --budget-seconds 540"
+    yield "headmax reproduce run after heads scaling --data DATA --out OUT --budget-seconds 540   # or other texts: they have plain models"
     yield "headmax reproduce run recall-rates --out OUT"
     yield "headmax reproduce run recall --out OUT --budget-seconds 540"
     yield "headmax reproduce collect OUT --data DATA --eval-data TASKS                # into benchmarks/results; needs lm-eval"

@@ -71,8 +71,14 @@ class Results:
         return {seed: mean(one[seed] for one in each) for seed in each[0] if all(seed in one for one in each)}
 
     def paired(self, metric: str, run: Run, other: Run) -> dict[int | None, float]:
-        """`run` less `other`, seed by seed."""
-        return less(self.seeds(metric, run), self.seeds(metric, other))
+        """`run` less `other`, seed by seed, where they were trained on the same tokens."""
+        same = {seed for seed in SEEDS if self._data(replace(run, seed=seed)) == self._data(replace(other, seed=seed))}
+        return {seed: x for seed, x in less(self.seeds(metric, run), self.seeds(metric, other)).items() if seed in same}
+
+    def _data(self, run: Run) -> object:
+        """What tells its data from other; runs of old did not say."""
+        record = self.record(LOSS, run)
+        return record and record.extra.get("data")
 
     def at_chance(self, metrics: Sequence[str], run: Run) -> bool:
         """Whether the average of scores whose chance is zero is within its error of zero, or was not measured."""

@@ -79,9 +79,9 @@ def head_width(name: str, width: int | None, total: int, num_heads: int) -> int:
 
 
 class RecurrentMixer(Initialized):
-    """Softmax-X of the paper: o = read_gate * X(q, k, write_gate * v), then norm, swish gate and output projection.
+    """Softmax-X of the paper: o = X(read_gate * q, write_gate * k, v), then norm, swish gate and output projection.
 
-    A subclass says what X is (`recur`). With `head_gate=None` it is the plain backbone.
+    A subclass says what X is (`recur`); the delta rule has the write gate on v. With `head_gate=None` it is the plain backbone.
     """
 
     rotary: RotarySettings | None = None
