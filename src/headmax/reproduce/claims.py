@@ -39,8 +39,9 @@ def needles(metric: str, after: str) -> list[str]:
 
 
 def gain(results: Results, run: Run, plain: Run) -> dict[int | None, float]:
-    """By how much the perplexity is lower."""
-    return less(perplexity(results.seeds(LOSS, plain)), perplexity(results.seeds(LOSS, run)))
+    """By how much the perplexity is lower, where both were trained on the same tokens."""
+    found = less(perplexity(results.seeds(LOSS, plain)), perplexity(results.seeds(LOSS, run)))
+    return {seed: found[seed] for seed in results.paired(LOSS, run, plain)}
 
 
 def answers(results: Results) -> Iterator[str]:

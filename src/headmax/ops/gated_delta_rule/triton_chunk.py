@@ -36,7 +36,7 @@ from headmax.ops.triton_decayed import Prepared, combine, load_decays, prepare, 
 from headmax.ops.triton_tiles import processors, tile_arguments
 
 LEAST_SEGMENTS = 5
-"""Segments do 2.5 to 3 times the work: four, which is two programs for every processor, take longer than half of the processors once."""
+"""Segments do 2.5 to 3 times the work, so by that count four of them take longer than half of the processors once; not timed yet."""
 
 
 @triton.jit
