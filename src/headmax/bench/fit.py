@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -78,9 +79,10 @@ def calls(dtype: torch.dtype, shared: int) -> Iterator[tuple[str, Callable[[], o
             if op == "gated_delta_rule" and dtype == torch.float32 and width == "wide" and shared < WIDE_DELTA:
                 continue  # refused there, see its __init__
             function = functools.partial(spec.function, return_state=True, backend="triton")
-            for time in (70, triton_chunk.LEAST_SEGMENTS * MIN_SEGMENT * CHUNK):  # the second is cut into segments
-                inputs = spec.inputs(Case(time=time, heads=1, key=key, value=value, gates="both", initial_state=True), dtype)
-                yield f"{op} {width}", functools.partial(spec.evaluate, inputs, function)
+            times = (70, triton_chunk.LEAST_SEGMENTS * MIN_SEGMENT * CHUNK)  # the second is cut into segments
+            for time, decay in product(times, ("soft", "head", "none") if op == "linear_attention" else ("soft",)):
+                case = Case(time=time, heads=1, key=key, value=value, decay=decay, gates="both", initial_state=True)
+                yield f"{op} {width}", functools.partial(spec.evaluate, spec.inputs(case, dtype), function)
     x, weight, taps = torch.ones(1, 70, 4, 128, dtype=dtype), torch.ones(4, 128), torch.ones(128, 4)
     yield "head_gate", lambda: head_gate(x.requires_grad_(), weight.requires_grad_(), backend="triton").sum().backward()
     row = torch.ones(1, 70, 128, dtype=dtype, requires_grad=True)

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from headmax.ops.triton_common import on_its_device
 
-TOKENS, CHANNELS = 64, 64
+TOKENS, CHANNELS = 16, 64
 """The tile of a program."""
-STEPS = 2
+STEPS = 8
 """Tiles of tokens over which a program sums its share of the weight's gradient."""
 
 
@@ -20,6 +20,17 @@ def place(T, D, BT: tl.constexpr, BD: tl.constexpr):
     """Channels, batch row and first token of this program; tiles of channels are neighbours."""
     n, wide = tl.program_id(0), tl.cdiv(D, BD)
     return n % wide * BD + tl.arange(0, BD), (n // wide // tl.cdiv(T, BT)).to(tl.int64), n // wide % tl.cdiv(T, BT) * BT
+
+
+@triton.jit
+def beside(tensors, x):
+    """A tuple of tensors and one more: what there is one of for each tap."""
+    return tensors + (x,)  # noqa: RUF005
+
+
+@triton.jit
+def tap_weight(weight, channels, i: tl.constexpr, D, W: tl.constexpr):
+    return tl.load(weight + channels * W + i, mask=channels < D, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit
@@ -33,24 +44,15 @@ def earlier(x, before, batch, rows, back: tl.constexpr, channels, T, D, PACKED: 
 
 
 @triton.jit
-def taps(x, weight, before, batch, start, channels, T, D, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, PACKED: tl.constexpr):
-    """Σ_i weight_i x_{t-W+1+i}, what the silu is taken of, for BT tokens from `start` on."""
-    rows = start + tl.arange(0, BT)
-    total = tl.zeros([BT, BD], tl.float32)
-    for i in tl.static_range(W):
-        t_w = tl.load(weight + channels * W + i, mask=channels < D, other=0.0).to(tl.float32)
-        total += earlier(x, before, batch, rows, W - 1 - i, channels, T, D, PACKED) * t_w[None, :]
-    return total
-
-
-@triton.jit
 def short_conv_kernel(
     x, weight, before, y, T, D, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, PACKED: tl.constexpr
 ):  # fmt: skip
     """y_t = silu(Σ_i weight_i x_{t-W+1+i}) for a tile of tokens and channels."""
     channels, batch, start = place(T, D, BT, BD)
-    total = taps(x, weight, before, batch, start, channels, T, D, W, BT, BD, PACKED)
     rows = start + tl.arange(0, BT)
+    total = tl.zeros([BT, BD], tl.float32)
+    for i in tl.static_range(W):
+        total += earlier(x, before, batch, rows, W - 1 - i, channels, T, D, PACKED) * tap_weight(weight, channels, i, D, W)
     inside = (rows[:, None] < T) & (channels[None, :] < D)
     tl.store(y + (batch * T + rows[:, None]) * D + channels[None, :], (total * tl.sigmoid(total)).to(y.dtype.element_ty), mask=inside)
 
@@ -58,26 +60,31 @@ def short_conv_kernel(
 @triton.jit
 def short_conv_inner_gradients_kernel(
     x, weight, before, d_y, inner, d_weight, T, D,
-    W: tl.constexpr, TAPS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, STEPS: tl.constexpr, PACKED: tl.constexpr,
+    W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, STEPS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """inner = d_y through the silu, for STEPS tiles of tokens, and their share of d_weight_i = Σ_t inner_t x_{t-W+1+i}."""
     channels, batch, base = place(T, D, BT * STEPS, BD)
-    in_channels, tap = channels < D, tl.arange(0, TAPS)
-    shares = tl.zeros([TAPS, BD], tl.float32)
+    weights, shares = (), ()  # shares are summed over tokens at the end alone: threads must meet for that
+    for i in tl.static_range(W):
+        weights, shares = beside(weights, tap_weight(weight, channels, i, D, W)), beside(shares, tl.zeros([BT, BD], tl.float32))
     for n in range(STEPS):
-        start = base + n * BT
-        rows = start + tl.arange(0, BT)
-        total = taps(x, weight, before, batch, start, channels, T, D, W, BT, BD, PACKED)
-        inside = (rows[:, None] < T) & in_channels[None, :]
+        rows = base + n * BT + tl.arange(0, BT)
+        total, inputs = tl.zeros([BT, BD], tl.float32), ()
+        for i in tl.static_range(W):
+            t_x = earlier(x, before, batch, rows, W - 1 - i, channels, T, D, PACKED)
+            total, inputs = total + t_x * weights[i], beside(inputs, t_x)
+        inside = (rows[:, None] < T) & (channels[None, :] < D)
         at = (batch * T + rows[:, None]) * D + channels[None, :]
         gate = tl.sigmoid(total)
         t_d = tl.load(d_y + at, mask=inside, other=0.0).to(tl.float32) * gate * (1 + total * (1 - gate))
         tl.store(inner + at, t_d.to(inner.dtype.element_ty), mask=inside)
+        sums = ()
         for i in tl.static_range(W):
-            t_x = earlier(x, before, batch, rows, W - 1 - i, channels, T, D, PACKED)
-            shares += tl.where(tap[:, None] == i, tl.sum(t_d * t_x, 0)[None, :], 0.0)
+            sums = beside(sums, shares[i] + t_d * inputs[i])
+        shares = sums
     row = (batch * tl.cdiv(T, BT * STEPS) + base // (BT * STEPS)) * D
-    tl.store(d_weight + (row + channels[None, :]) * W + tap[:, None], shares, mask=in_channels[None, :] & (tap[:, None] < W))
+    for i in tl.static_range(W):
+        tl.store(d_weight + (row + channels) * W + i, tl.sum(shares[i], 0), mask=channels < D)
 
 
 @triton.jit
@@ -95,7 +102,7 @@ def short_conv_input_gradients_kernel(
             inside = inside & (tl.load(before + ahead, mask=inside, other=0) >= W - 1 - i)
         at = (batch * T + ahead[:, None]) * D + channels[None, :]
         t_d = tl.load(inner + at, mask=inside[:, None] & in_channels[None, :], other=0.0).to(tl.float32)
-        gradient += t_d * tl.load(weight + channels * W + i, mask=in_channels, other=0.0).to(tl.float32)[None, :]
+        gradient += t_d * tap_weight(weight, channels, i, D, W)
     whole = (rows[:, None] < T) & in_channels[None, :]
     tl.store(d_x + (batch * T + rows[:, None]) * D + channels[None, :], gradient.to(d_x.dtype.element_ty), mask=whole)
 
@@ -128,9 +135,7 @@ def _backward(d_y: Tensor, x: Tensor, weight: Tensor, before: Tensor | None) -> 
     inner, d_x, sizes = torch.empty_like(x), torch.empty_like(x), _sizes(x, weight, before)
     rows, columns = _tiles(x, STEPS * TOKENS)
     shares = x.new_empty(rows, *weight.shape, dtype=torch.float32)
-    short_conv_inner_gradients_kernel[(rows * columns,)](
-        x, weight, before, d_y.contiguous(), inner, shares, **sizes, TAPS=triton.next_power_of_2(weight.shape[1]), STEPS=STEPS
-    )
+    short_conv_inner_gradients_kernel[(rows * columns,)](x, weight, before, d_y.contiguous(), inner, shares, **sizes, STEPS=STEPS)
     rows, columns = _tiles(x)
     short_conv_input_gradients_kernel[(rows * columns,)](inner, weight, before, d_x, **sizes)
     return d_x, shares.sum(0).to(weight.dtype)

@@ -200,10 +200,10 @@ def decay_rows(sums, count, C: tl.constexpr):
 @triton.jit
 def decay_matrix(b, log_decay, count, head, C: tl.constexpr, DECAY: tl.constexpr):
     """D [C, C] = 2^(b_i - b_j) below and on the diagonal, 0 above."""
+    rows = tl.arange(0, C).to(tl.float32)
     if DECAY == "none":
-        return tl.where(causal_mask(count, C), 1.0, 0.0)
+        between = tl.zeros([C, C], tl.float32)
     elif DECAY == "head":
-        rows = tl.arange(0, C).to(tl.float32)
         between = (rows[:, None] - rows[None, :]) * base_2(tl.load(log_decay + head).to(tl.float32))
     else:
         high = b.to(tl.float32)

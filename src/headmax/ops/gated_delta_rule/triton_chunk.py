@@ -17,7 +17,6 @@ from headmax.ops.gated_delta_rule import too_wide_for_the_gpu, triton_unit
 from headmax.ops.gated_delta_rule.reference import EPS, unit_length
 from headmax.ops.packing import CHUNK, Packing
 from headmax.ops.recompute import recomputed
-from headmax.ops.registry import no_autocast
 from headmax.ops.triton_common import (
     Layout,
     channel_block,
@@ -26,6 +25,7 @@ from headmax.ops.triton_common import (
     decay_matrix,
     decay_rows,
     decay_sums,
+    dot_precision,
     on_its_device,
     row_values,
     segment_span,
@@ -35,8 +35,8 @@ from headmax.ops.triton_common import (
 from headmax.ops.triton_decayed import Prepared, combine, load_decays, prepare, query_key_gradients, scaled, shape_arguments
 from headmax.ops.triton_tiles import processors, tile_arguments
 
-LEAST_SEGMENTS = 5
-"""Segments do 2.5 to 3 times the work, so by that count four of them take longer than half of the processors once; not timed yet."""
+LEAST_SEGMENTS = 3
+"""Segments do more than twice the work."""
 
 
 @triton.jit
@@ -108,33 +108,37 @@ def delta_writes_kernel(
 
 @triton.jit
 def delta_scan_kernel(
-    writing, erase, fresh, whole, initial, states, u, final, table, starts, segments, T,
+    writing, erase, fresh, whole, begin, states, u, end, table, starts, segments, T,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
-    HAS_INITIAL: tl.constexpr, FRESH: tl.constexpr, STORE: tl.constexpr, PRECISION: tl.constexpr,
+    BEGIN: tl.constexpr, STORE: tl.constexpr, END: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """u = fresh - erase S ;  S' = exp(whole) S + writing^T u, some columns of the state through a segment of a sequence.
 
-    Without FRESH nothing new is written: that takes the identity to the matrix by which the segment turns any state.
+    If CUT, `begin` and `end` are `Segments`, and what does not STORE turns the identity too, in further columns, which nothing is
+    written to.
     """
-    v_start, run, head = channel_block(H, V, BV)
-    first_chunk, chunks, token, end = segment_span(run, segments, table, starts, T, C, PACKED)
-    place = run.to(tl.int64) * H + head
+    EDGE: tl.constexpr = V if STORE else tl.cdiv(V, BV) * BV
+    v_start, run, head = channel_block(H, V if STORE else EDGE + K, BV)
+    if not STORE:
+        v_start = tl.where(v_start < EDGE, v_start, v_start - EDGE + V)
+    WIDTH: tl.constexpr = V + K if CUT else V
+    first_chunk, chunks, token, last = segment_span(run, segments, table, starts, T, C, PACKED)
+    place, columns = run.to(tl.int64) * H + head, v_start + tl.arange(0, BV)
     state = tl.zeros([BK, BV], tl.float32)
-    if HAS_INITIAL:
-        p_initial, in_initial = state_tile(initial, place, 0, v_start, K, V, BK, BV)
-        state += tl.load(p_initial, mask=in_initial, other=0.0).to(tl.float32)
+    if BEGIN:
+        p_begin, in_begin = state_tile(begin, place, 0, v_start, K, WIDTH, BK, BV)
+        state += tl.load(p_begin, mask=in_begin, other=0.0).to(tl.float32)
+    if not STORE:
+        state += tl.where(tl.arange(0, BK)[:, None] == columns[None, :] - V, 1.0, 0.0)
     for n in range(chunks):
-        count = tl.minimum(C, end - token).to(tl.int32)
+        count = tl.minimum(C, last - token).to(tl.int32)
         index = (first_chunk + n).to(tl.int64) * H + head
         p_w, in_w = tile(writing, token, count, head, 0, H, K, C, BK)
         p_e, in_e = tile(erase, token, count, head, 0, H, K, C, BK)
-        t_w, t_e = tl.load(p_w, mask=in_w, other=0.0), tl.load(p_e, mask=in_e, other=0.0)
+        p_f, in_f = tile(fresh, token, count, head, v_start, H, V, C, BV)
+        t_w, t_e, t_f = tl.load(p_w, mask=in_w, other=0.0), tl.load(p_e, mask=in_e, other=0.0), tl.load(p_f, mask=in_f, other=0.0)
         rounded = state.to(t_w.dtype)
-        new = -tl.dot(t_e, rounded, input_precision=PRECISION)
-        if FRESH:
-            p_f, in_f = tile(fresh, token, count, head, v_start, H, V, C, BV)
-            new += tl.load(p_f, mask=in_f, other=0.0).to(tl.float32)
-        t_u = new.to(t_w.dtype)
+        t_u = (t_f.to(tl.float32) - tl.dot(t_e, rounded, input_precision=PRECISION)).to(t_w.dtype)
         if STORE:
             p_s, in_s = state_tile(states, index, 0, v_start, K, V, BK, BV)
             p_u, in_u = tile(u, token, count, head, v_start, H, V, C, BV)
@@ -142,28 +146,30 @@ def delta_scan_kernel(
             tl.store(p_u, t_u, mask=in_u)
         state = scaled(state, load_decays(whole, index, 0, K, BK, False), False) + tl.dot(tl.trans(t_w), t_u, input_precision=PRECISION)
         token += C
-    p_final, in_final = state_tile(final, place, 0, v_start, K, V, BK, BV)
-    tl.store(p_final, state, mask=in_final)
+    if END:
+        p_end, in_end = state_tile(end, place, 0, v_start, K, WIDTH, BK, BV)
+        tl.store(p_end, state, mask=in_end & ((columns < V) | (v_start >= V))[None, :])
 
 
 @triton.jit
 def delta_scan_back_kernel(
-    reading, writing, erase, d_o, whole, d_final, d_states, d_u, d_initial, table, starts, segments, T,
+    reading, writing, erase, d_o, whole, begin, d_states, d_u, end, table, starts, segments, T,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
-    HAS_FINAL: tl.constexpr, STORE: tl.constexpr, PRECISION: tl.constexpr,
+    BEGIN: tl.constexpr, STORE: tl.constexpr, END: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dU += writing dS' ;  dS = exp(whole) dS' + reading^T dO - erase^T dU, backwards through a segment of a sequence."""
     v_start, run, head = channel_block(H, V, BV)
-    first_chunk, chunks, token, end = segment_span(run, segments, table, starts, T, C, PACKED)
-    place = run.to(tl.int64) * H + head
+    WIDTH: tl.constexpr = V + K if CUT else V
+    first_chunk, chunks, token, last = segment_span(run, segments, table, starts, T, C, PACKED)
+    place, columns = run.to(tl.int64) * H + head, v_start + tl.arange(0, BV)
     gradient = tl.zeros([BK, BV], tl.float32)
-    if HAS_FINAL:
-        p_final, in_final = state_tile(d_final, place, 0, v_start, K, V, BK, BV)
-        gradient += tl.load(p_final, mask=in_final, other=0.0).to(tl.float32)
+    if BEGIN:
+        p_begin, in_begin = state_tile(begin, place, 0, v_start, K, WIDTH, BK, BV)
+        gradient += tl.load(p_begin, mask=in_begin, other=0.0).to(tl.float32)
     for i in range(chunks):
         n = chunks - 1 - i
         first = token + n * C
-        count = tl.minimum(C, end - first).to(tl.int32)
+        count = tl.minimum(C, last - first).to(tl.int32)
         index = (first_chunk + n).to(tl.int64) * H + head
         p_r, in_r = tile(reading, first, count, head, 0, H, K, C, BK)
         p_w, in_w = tile(writing, first, count, head, 0, H, K, C, BK)
@@ -182,8 +188,51 @@ def delta_scan_back_kernel(
             tl.trans(t_r), t_o, input_precision=PRECISION
         )
         gradient -= tl.dot(tl.trans(t_e), t_u, input_precision=PRECISION)
-    p_initial, in_initial = state_tile(d_initial, place, 0, v_start, K, V, BK, BV)
-    tl.store(p_initial, gradient, mask=in_initial)
+    if END:
+        p_end, in_end = state_tile(end, place, 0, v_start, K, WIDTH, BK, BV)
+        tl.store(p_end, gradient, mask=in_end & (columns < V)[None, :])
+
+
+@triton.jit
+def delta_carry_kernel(
+    cut, begin, end, segments,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BEGIN: tl.constexpr, REVERSE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What each of `Segments` would end with, had it begun with nothing, becomes what it begins with; and the last state.
+
+    If REVERSE these are gradients: they meet the segments from the last to the first, and turn by the transposed matrices.
+    """
+    v_start, sequence, head = channel_block(H, V, BV)
+    WIDTH: tl.constexpr = V + K
+    state, inside = tl.zeros([BK, BV], tl.float32), (v_start + tl.arange(0, BV) < V)[None, :]
+    place = sequence.to(tl.int64) * H + head
+    if BEGIN:
+        p_begin, in_begin = state_tile(begin, place, 0, v_start, K, V, BK, BV)
+        state += tl.load(p_begin, mask=in_begin, other=0.0).to(tl.float32)
+    for i in range(segments):
+        if REVERSE:
+            run = sequence * segments + segments - 1 - i
+        else:
+            run = sequence * segments + i
+        index = run.to(tl.int64) * H + head
+        p_s, in_s = state_tile(cut, index, 0, v_start, K, WIDTH, BK, BV)
+        ended = tl.load(p_s, mask=in_s & inside, other=0.0)
+        tl.store(p_s, state, mask=in_s & inside)
+        tl.debug_barrier()  # its rows are read again by other threads
+        for k_start in tl.range(0, K, 64, num_stages=1):
+            p_b, in_b = state_tile(cut, index, k_start, v_start, K, WIDTH, 64, BV)
+            if REVERSE:
+                p_t, in_t = state_tile(cut, index, k_start, V, K, WIDTH, 64, BK)
+            else:
+                p_t, in_t = state_tile(cut, index, 0, V + k_start, K, WIDTH, BK, 64)
+            t_b, t_t = tl.load(p_b, mask=in_b & inside, other=0.0), tl.load(p_t, mask=in_t, other=0.0)
+            if REVERSE:
+                t_t = tl.trans(t_t)
+            ended += tl.dot(t_t, t_b, input_precision=PRECISION)
+        state = ended
+    p_end, in_end = state_tile(end, place, 0, v_start, K, V, BK, BV)
+    tl.store(p_end, state, mask=in_end)
 
 
 @triton.jit
@@ -289,76 +338,75 @@ def writes(
     return made
 
 
-def carry(turns: Tensor, ends: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What each segment [sequences, segments, H, K, V] begins with, if it turns a state by `turns` and adds `ends`; and the last state."""
-    state = torch.zeros_like(ends[:, 0]) if state is None else state
-    begins = torch.empty_like(ends)
-    with no_autocast(ends.device):
-        for n in range(ends.shape[1]):
-            begins[:, n] = state
-            state = turns[:, n] @ state + ends[:, n]
-    return begins, state
+class Segments(NamedTuple):
+    """Sequences too few to keep the GPU busy are cut into segments, which run at the same time: once from nothing and from the identity,
+    to know what each does to a state, and again from what the segments before it hand on.
+    """
+
+    number: int
+    """Of each sequence."""
+    states: Tensor
+    """[sequences * number, heads, key, value + key] float32: what a segment makes of nothing, later what it begins with; and the matrix
+    by which it turns any state."""
+
+    def carry(self, begin: Tensor | None, end: Tensor, x: Tensor, reverse: bool = False) -> None:
+        """Hands states on from segment to segment, the first being `begin` and the last `end`, as precisely as x's dtype asks."""
+        runs, heads, key, value = end.shape
+        tiles = tile_arguments("delta_scan", x, key, value)
+        delta_carry_kernel[(runs * heads * triton.cdiv(value, tiles["BV"]),)](
+            self.states, begin, end, self.number, H=heads, K=key, V=value, BEGIN=begin is not None, REVERSE=reverse,
+            PRECISION=dot_precision(x.dtype), **tiles,
+        )  # fmt: skip
 
 
 def delta_scan(
     prepared: Prepared, written: Written, initial: Tensor | None, layout: Layout
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The states before every chunk, the writes u, the last states, and the matrices by which segments turn a state, if there are any.
-
-    Sequences too few to keep the GPU busy are cut into segments: once from nothing and once from the identity, to know what each does
-    to a state, and again from what the segments before it hand on.
-    """
+) -> tuple[Tensor, Tensor, Tensor, Segments | None]:
+    """The states before every chunk, the writes u, the last states, and the segments, if sequences are cut into such."""
     key, (_, _, heads, value) = written.erase.shape[3], written.fresh.shape
     new, runs = written.fresh.new_empty, layout.sequences
     states, u = new(layout.chunks, heads, key, value), torch.empty_like(written.fresh)
-    shape = shape_arguments(written.erase, layout)
+    final = new(runs, heads, key, value, dtype=torch.float32)
+    shape, tiles = shape_arguments(written.erase, layout), tile_arguments("delta_scan", written.erase, key, value)
 
-    def launch(begin: Tensor | None, end: Tensor, fresh: bool, store: bool) -> None:
-        width = end.shape[-1]
-        tiles = tile_arguments("delta_scan", written.erase, key, width)
-        delta_scan_kernel[(runs * segments * heads * triton.cdiv(width, tiles["BV"]),)](
+    def launch(begin: Tensor | None, end: Tensor | None, store: bool, segments: int = 1) -> None:
+        blocks = triton.cdiv(value, tiles["BV"]) + (0 if store else triton.cdiv(key, tiles["BV"]))
+        delta_scan_kernel[(runs * segments * heads * blocks,)](
             prepared.writing, written.erase, written.fresh, prepared.whole, begin, states, u, end, layout.table, layout.starts, segments,
-            **shape, V=width, HAS_INITIAL=begin is not None, FRESH=fresh, STORE=store, **tiles,
+            **shape, V=value, BEGIN=begin is not None, STORE=store, END=end is not None, CUT=segments > 1, **tiles,
         )  # fmt: skip
 
-    segments = segments_of(layout, value, heads, written.fresh)
-    sizes = (runs * segments, heads, key)
-    ends = new(*sizes, value, dtype=torch.float32)
-    if segments == 1:
-        launch(initial, ends, fresh=True, store=True)
-        return states, u, ends, None
-    turns = new(*sizes, key, dtype=torch.float32)
-    launch(None, ends, fresh=True, store=False)
-    launch(torch.eye(key, device=u.device).expand(*sizes, key).contiguous(), turns, fresh=False, store=False)
-    turns = turns.unflatten(0, (runs, segments))
-    begins, final = carry(turns, ends.unflatten(0, (runs, segments)), initial)
-    launch(begins.flatten(0, 1), ends, fresh=True, store=True)
-    return states, u, final, turns
+    number = segments_of(layout, value, heads, written.fresh)
+    if number == 1:
+        launch(initial, final, store=True)
+        return states, u, final, None
+    cut = Segments(number, final.new_empty(runs * number, heads, key, value + key))
+    launch(None, cut.states, store=False, segments=number)
+    cut.carry(initial, final, u)
+    launch(cut.states, None, store=True, segments=number)
+    return states, u, final, cut
 
 
 def delta_scan_back(
-    prepared: Prepared, written: Written, turns: Tensor | None, d_o: Tensor, d_u: Tensor, d_final: Tensor, layout: Layout
+    prepared: Prepared, written: Written, cut: Segments | None, d_o: Tensor, d_u: Tensor, d_final: Tensor, layout: Layout
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of the states after every chunk and of the initial ones; completes d_u in place."""
+    """The gradients of the states after every chunk and of the initial ones; completes d_u in place, and uses up `cut`."""
     key, (_, _, heads, value) = written.erase.shape[3], d_o.shape
-    d_states, runs = d_o.new_empty(layout.chunks, heads, key, value), layout.sequences
-    tiles = tile_arguments("delta_scan_back", d_o, key, value)
-    segments = 1 if turns is None else turns.shape[1]
+    d_states, d_initial, runs = d_o.new_empty(layout.chunks, heads, key, value), torch.empty_like(d_final), layout.sequences
+    shape, tiles = shape_arguments(written.erase, layout), tile_arguments("delta_scan_back", d_o, key, value)
 
-    def launch(begin: Tensor | None, end: Tensor, store: bool) -> None:
+    def launch(begin: Tensor | None, end: Tensor | None, store: bool, segments: int = 1) -> None:
         delta_scan_back_kernel[(runs * segments * heads * triton.cdiv(value, tiles["BV"]),)](
             prepared.reading, prepared.writing, written.erase, d_o, prepared.whole, begin, d_states, d_u, end, layout.table, layout.starts,
-            segments, **shape_arguments(written.erase, layout), V=value, HAS_FINAL=begin is not None, STORE=store, **tiles,
+            segments, **shape, V=value, BEGIN=begin is not None, STORE=store, END=end is not None, CUT=segments > 1, **tiles,
         )  # fmt: skip
 
-    ends = d_o.new_empty(runs * segments, heads, key, value, dtype=torch.float32)
-    if turns is None:
-        launch(d_final, ends, store=True)
-        return d_states, ends
-    launch(None, ends, store=False)
-    back = turns.flip(1).transpose(-1, -2)  # a gradient meets the segments in reverse, transposed
-    begins, d_initial = carry(back, ends.unflatten(0, (runs, segments)).flip(1), d_final)
-    launch(begins.flip(1).flatten(0, 1), ends, store=True)
+    if cut is None:
+        launch(d_final, d_initial, store=True)
+        return d_states, d_initial
+    launch(None, cut.states, store=False, segments=cut.number)
+    cut.carry(d_final, d_initial, d_o, reverse=True)
+    launch(cut.states, None, store=True, segments=cut.number)
     return d_states, d_initial
 
 
@@ -398,9 +446,9 @@ def _backward(
     layout, d_o, d_final = Layout(q.shape[0], q.shape[1], table, starts), d_o.contiguous(), d_final.contiguous()
     prepared = prepare(q, k, log_decay, read_gate, None, scale, layout)
     written = writes(k, v, log_decay, beta, write_gate, layout, inverse)
-    states, u, _, turns = delta_scan(prepared, written, initial, layout)
+    states, u, _, cut = delta_scan(prepared, written, initial, layout)
     d_u = combine(prepared.writing, prepared.scores, d_o, None, layout, transposed=True)
-    d_states, d_initial = delta_scan_back(prepared, written, turns, d_o, d_u, d_final, layout)
+    d_states, d_initial = delta_scan_back(prepared, written, cut, d_o, d_u, d_final, layout)
     d_q, d_k, d_decay, d_gates = query_key_gradients(
         q, k, u, d_o, log_decay, read_gate, None, scale, prepared, states, d_states, layout, decay_gradient=True
     )
