@@ -1,12 +1,17 @@
-"""Do the kernels fit a GPU that is not at hand? `python -m headmax.bench.fit 89 [bfloat16]` compiles them for sm_89; exit code 1 if not."""
+"""Do the kernels fit a GPU that is not at hand? `python -m headmax.bench.fit 89 [bfloat16]` compiles them for sm_89; exit code 1 if not.
+
+For Hopper it also looks for loops that fill a tile anew while a product may still read it (see `settled` in ops/triton_common.py).
+"""
 
 from __future__ import annotations
 
 import functools
+import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -48,14 +53,56 @@ class Absent:
         return 0
 
 
-def compile_only(capability: int) -> dict[str, int]:
-    """From here on this process compiles kernels for that capability and runs none; the dictionary fills with their shared memory."""
-    found: dict[str, int] = {}
+class Compiled(NamedTuple):
+    shared: int
+    """Bytes of shared memory."""
+    overtaken: int
+    """Tiles that are filled anew while a product may still read them."""
+
+
+def overtaken(ir: str) -> int:
+    """Of a kernel in Triton's GPU form: in how many buffers of pipelined loops the next tile overtakes a product that is under way.
+
+    A loop fetches its tiles some turns ahead into a ring of buffers. If the ring has no place more than that, the tile that is fetched
+    goes where the product of this very turn reads, which Hopper's matrix units may not have finished.
+    """
+    places: dict[str, int] = {}
+    views: dict[str, str] = {}
+    ahead: Counter[str] = Counter()
+    loops: list[tuple[int, set[str]]] = []
+    found, pending = set[str](), 0
+    for line in ir.splitlines():
+        depth = len(line) - len(line.lstrip())
+        if loops and line.lstrip().startswith("}") and depth == loops[-1][0]:
+            loops.pop()
+        if "scf.for" in line:
+            loops.append((depth, set()))
+        elif made := re.search(r"(%\S+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x", line):
+            places[made[1]] = int(made[2])
+        elif seen := re.search(r"(%\S+) = ttg\.memdesc_\w+ (%\w+)", line):
+            views[seen[1]] = views.get(seen[2], seen[2])
+        elif (read := re.search(r"warp_group_dot (%\w+), (%\w+),.*isAsync = true", line)) and loops:
+            loops[-1][1].update(views.get(x, x) for x in read.groups())
+        elif wait := re.search(r"warp_group_dot_wait .*pendings = (\d+)", line):
+            pending = int(wait[1])
+        elif fetched := re.search(r"async_copy_global_to_local %\S+, (%\w+)", line):
+            buffer = views.get(fetched[1], fetched[1])
+            if not loops or buffer not in loops[-1][1]:
+                ahead[buffer] += 1
+            elif pending and ahead[buffer] % places[buffer] == 0:
+                found.add(buffer)
+    return len(found)
+
+
+def compile_only(capability: int) -> dict[str, Compiled]:
+    """From here on this process compiles kernels for that capability and runs none; the dictionary fills with what they take."""
+    found: dict[str, Compiled] = {}
     launch = JITFunction.run
 
     def compile_it(self: JITFunction, *args: Any, **kwargs: Any) -> Any:
         compiled = launch(self, *args, **kwargs | {"warmup": True})
-        found[self.__name__] = max(compiled.metadata.shared, found.get(self.__name__, 0))
+        before = found.get(self.__name__, Compiled(0, 0))
+        found[self.__name__] = Compiled(max(before.shared, compiled.metadata.shared), before.overtaken + overtaken(compiled.asm["ttgir"]))
         return compiled
 
     triton.runtime.driver.set_active(Absent(capability))
@@ -113,10 +160,11 @@ def main(capability: int, dtypes: Sequence[torch.dtype]) -> int:
         for name, call in calls(dtype, SHARED[capability]):
             found.clear()
             call()
-            for kernel, size in found.items():
+            for kernel, (size, tiles) in found.items():
                 over = size > 1024 * SHARED[capability]
-                fits = fits and not over
-                print(f"sm_{capability} {dtype} {name} {kernel}: {size / 1024:.0f} KiB{'  too much' * over}", flush=True)
+                fits = fits and not over and not tiles
+                wrong = "  too much" * over + f"  {tiles} tiles are filled anew under a product" * (tiles > 0)
+                print(f"sm_{capability} {dtype} {name} {kernel}: {size / 1024:.0f} KiB{wrong}", flush=True)
     return not fits
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headmax.bench.timing import Ceilings, interleaved, median, paired, peak_memory
+from headmax.bench.timing import Ceilings, interleaved, kernel_times, median, paired, peak_memory
 from headmax.ops.gated_delta_rule.spec import SPEC as GATED_DELTA_RULE
 from headmax.ops.gla.spec import SPEC as GLA
 from headmax.ops.linear_attention.spec import SPEC as LINEAR_ATTENTION
@@ -153,6 +153,11 @@ def measure(
         pairs = interleaved({"gated": gated.both, "plain": steps["headmax"].both}, device, max(50, rounds), warmup=3)
         ratio, interval = paired(pairs["gated"], pairs["plain"])
         yield make(name, "headmax", f"{op}/gated over plain", ratio, "ratio", pairs=len(pairs["plain"]), interval=interval)
+        if device.type == "cuda":
+            without, with_gates = kernel_times(steps["headmax"].both), kernel_times(gated.both)
+            for kernel, (taken, launches) in with_gates.items():
+                bare = without.get(kernel, (0.0, 0.0))[0]
+                yield make(name, "headmax", f"{op}/{kernel}", 1e6 * bare, "us", gated=1e6 * taken, launches=launches)
     for time in lengths:
         longer = replace(case, time=time)
         step = Steps(ours(op), longer, dtype, device)

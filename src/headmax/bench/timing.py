@@ -48,6 +48,23 @@ def interleaved(
     return times
 
 
+def kernel_times(function: Callable[[], object], calls: int = 20) -> dict[str, tuple[float, float]]:
+    """Seconds on the GPU and launches of each kernel of one call."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        for _ in range(calls):
+            function()
+        torch.cuda.synchronize()
+    found: dict[str, list[float]] = {}
+    for event in trace.events() or ():
+        if event.device_type == DeviceType.CUDA:
+            found.setdefault(event.name, []).append(event.device_time / 1e6)
+    return {name: (sum(times) / calls, len(times) / calls) for name, times in found.items()}
+
+
 def paired(times: Sequence[float], base: Sequence[float]) -> tuple[float, list[float] | None]:
     """Median of times / base over interleaved pairs, and its 95% interval, None for too few.
 

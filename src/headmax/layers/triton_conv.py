@@ -9,17 +9,17 @@ from torch import Tensor
 
 from headmax.ops.triton_common import on_its_device
 
-TOKENS, CHANNELS = 16, 64
-"""The tile of a program."""
-STEPS = 8
-"""Tiles of tokens over which a program sums its share of the weight's gradient."""
+TOKENS, CHANNELS, STEPS = 16, 64, 16
+"""A program takes STEPS tiles of so many tokens and channels, one after the other: weights are loaded once."""
 
 
 @triton.jit
-def place(T, D, BT: tl.constexpr, BD: tl.constexpr):
-    """Channels, batch row and first token of this program; tiles of channels are neighbours."""
+def place(T, D, BT: tl.constexpr, BD: tl.constexpr, STEPS: tl.constexpr):
+    """Channels, batch row, first token and number of tiles of this program; tiles of channels are neighbours."""
     n, wide = tl.program_id(0), tl.cdiv(D, BD)
-    return n % wide * BD + tl.arange(0, BD), (n // wide // tl.cdiv(T, BT)).to(tl.int64), n // wide % tl.cdiv(T, BT) * BT
+    spans = tl.cdiv(T, BT * STEPS)
+    start = n // wide % spans * (BT * STEPS)
+    return n % wide * BD + tl.arange(0, BD), (n // wide // spans).to(tl.int64), start, tl.minimum(STEPS, tl.cdiv(T - start, BT))
 
 
 @triton.jit
@@ -29,32 +29,55 @@ def beside(tensors, x):
 
 
 @triton.jit
-def tap_weight(weight, channels, i: tl.constexpr, D, W: tl.constexpr):
-    return tl.load(weight + channels * W + i, mask=channels < D, other=0.0).to(tl.float32)[None, :]
+def load_weights(weight, channels, D, W: tl.constexpr):
+    """The weights of each tap, from the oldest input's on, [1, BD]."""
+    weights = ()
+    for i in tl.static_range(W):
+        weights = beside(weights, tl.load(weight + channels * W + i, mask=channels < D, other=0.0).to(tl.float32)[None, :])
+    return weights
 
 
 @triton.jit
-def earlier(x, before, batch, rows, back: tl.constexpr, channels, T, D, PACKED: tl.constexpr):
-    """x_{t-back} for tokens `rows` of the same sequence, 0 where there is none."""
-    inside = (rows >= back) & (rows < T)
-    if PACKED:
-        inside = inside & (tl.load(before + rows, mask=rows < T, other=0) >= back)
-    at = (batch * T + rows[:, None] - back) * D + channels[None, :]
-    return tl.load(x + at, mask=inside[:, None] & (channels[None, :] < D), other=0.0).to(tl.float32)
+def tile(x, batch, rows, channels, T, D):
+    """Pointers and mask of some tokens and channels of x [B,T,D]."""
+    return x + (batch * T + rows[:, None]) * D + channels[None, :], (rows[:, None] < T) & (channels[None, :] < D)
+
+
+@triton.jit
+def load_inputs(x, before, batch, rows, channels, T, D, W: tl.constexpr, PACKED: tl.constexpr):
+    """x_{t-W+1+i} for each tap i of tokens `rows`, 0 where their sequence has none."""
+    inputs = ()
+    for i in tl.static_range(W):
+        pointers, inside = tile(x, batch, rows - (W - 1 - i), channels, T, D)
+        known = (rows >= W - 1 - i) & (rows < T)
+        if PACKED:
+            known = known & (tl.load(before + rows, mask=rows < T, other=0) >= W - 1 - i)
+        inputs = beside(inputs, tl.load(pointers, mask=inside & known[:, None], other=0.0).to(tl.float32))
+    return inputs
+
+
+@triton.jit
+def weighted(inputs, weights, W: tl.constexpr):
+    """Σ_i weight_i input_i"""
+    total = inputs[0] * weights[0]
+    for i in tl.static_range(1, W):
+        total += inputs[i] * weights[i]
+    return total
 
 
 @triton.jit
 def short_conv_kernel(
-    x, weight, before, y, T, D, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, PACKED: tl.constexpr
+    x, weight, before, y, T, D,
+    W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, STEPS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """y_t = silu(Σ_i weight_i x_{t-W+1+i}) for a tile of tokens and channels."""
-    channels, batch, start = place(T, D, BT, BD)
-    rows = start + tl.arange(0, BT)
-    total = tl.zeros([BT, BD], tl.float32)
-    for i in tl.static_range(W):
-        total += earlier(x, before, batch, rows, W - 1 - i, channels, T, D, PACKED) * tap_weight(weight, channels, i, D, W)
-    inside = (rows[:, None] < T) & (channels[None, :] < D)
-    tl.store(y + (batch * T + rows[:, None]) * D + channels[None, :], (total * tl.sigmoid(total)).to(y.dtype.element_ty), mask=inside)
+    """y_t = silu(Σ_i weight_i x_{t-W+1+i})"""
+    channels, batch, start, tiles = place(T, D, BT, BD, STEPS)
+    weights = load_weights(weight, channels, D, W)
+    for n in range(tiles):
+        rows = start + n * BT + tl.arange(0, BT)
+        total = weighted(load_inputs(x, before, batch, rows, channels, T, D, W, PACKED), weights, W)
+        p_y, inside = tile(y, batch, rows, channels, T, D)
+        tl.store(p_y, (total * tl.sigmoid(total)).to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -62,65 +85,65 @@ def short_conv_inner_gradients_kernel(
     x, weight, before, d_y, inner, d_weight, T, D,
     W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, STEPS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """inner = d_y through the silu, for STEPS tiles of tokens, and their share of d_weight_i = Σ_t inner_t x_{t-W+1+i}."""
-    channels, batch, base = place(T, D, BT * STEPS, BD)
-    weights, shares = (), ()  # shares are summed over tokens at the end alone: threads must meet for that
-    for i in tl.static_range(W):
-        weights, shares = beside(weights, tap_weight(weight, channels, i, D, W)), beside(shares, tl.zeros([BT, BD], tl.float32))
-    for n in range(STEPS):
-        rows = base + n * BT + tl.arange(0, BT)
-        total, inputs = tl.zeros([BT, BD], tl.float32), ()
-        for i in tl.static_range(W):
-            t_x = earlier(x, before, batch, rows, W - 1 - i, channels, T, D, PACKED)
-            total, inputs = total + t_x * weights[i], beside(inputs, t_x)
-        inside = (rows[:, None] < T) & (channels[None, :] < D)
-        at = (batch * T + rows[:, None]) * D + channels[None, :]
+    """inner = d_y through the silu, and this program's share of d_weight_i = Σ_t inner_t x_{t-W+1+i}."""
+    channels, batch, start, tiles = place(T, D, BT, BD, STEPS)
+    weights, shares = load_weights(weight, channels, D, W), ()
+    for _ in tl.static_range(W):
+        shares = beside(shares, tl.zeros([BT, BD], tl.float32))  # over tokens at the end alone: threads must meet for that
+    for n in range(tiles):
+        rows = start + n * BT + tl.arange(0, BT)
+        inputs = load_inputs(x, before, batch, rows, channels, T, D, W, PACKED)
+        total = weighted(inputs, weights, W)
         gate = tl.sigmoid(total)
-        t_d = tl.load(d_y + at, mask=inside, other=0.0).to(tl.float32) * gate * (1 + total * (1 - gate))
-        tl.store(inner + at, t_d.to(inner.dtype.element_ty), mask=inside)
+        p_d, inside = tile(d_y, batch, rows, channels, T, D)
+        t_d = tl.load(p_d, mask=inside, other=0.0).to(tl.float32) * gate * (1 + total * (1 - gate))
+        p_i, in_i = tile(inner, batch, rows, channels, T, D)
+        tl.store(p_i, t_d.to(inner.dtype.element_ty), mask=inside)
         sums = ()
         for i in tl.static_range(W):
             sums = beside(sums, shares[i] + t_d * inputs[i])
         shares = sums
-    row = (batch * tl.cdiv(T, BT * STEPS) + base // (BT * STEPS)) * D
+    row = (batch * tl.cdiv(T, BT * STEPS) + start // (BT * STEPS)) * D
     for i in tl.static_range(W):
         tl.store(d_weight + (row + channels) * W + i, tl.sum(shares[i], 0), mask=channels < D)
 
 
 @triton.jit
 def short_conv_input_gradients_kernel(
-    inner, weight, before, d_x, T, D, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, PACKED: tl.constexpr
+    inner, weight, before, d_x, T, D,
+    W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, STEPS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """d_x_t = Σ_i weight_i inner_{t+W-1-i}"""
-    channels, batch, start = place(T, D, BT, BD)
-    rows, in_channels = start + tl.arange(0, BT), channels < D
-    gradient = tl.zeros([BT, BD], tl.float32)
-    for i in tl.static_range(W):
-        ahead = rows + (W - 1 - i)
-        inside = ahead < T
-        if PACKED:
-            inside = inside & (tl.load(before + ahead, mask=inside, other=0) >= W - 1 - i)
-        at = (batch * T + ahead[:, None]) * D + channels[None, :]
-        t_d = tl.load(inner + at, mask=inside[:, None] & in_channels[None, :], other=0.0).to(tl.float32)
-        gradient += t_d * tap_weight(weight, channels, i, D, W)
-    whole = (rows[:, None] < T) & in_channels[None, :]
-    tl.store(d_x + (batch * T + rows[:, None]) * D + channels[None, :], gradient.to(d_x.dtype.element_ty), mask=whole)
+    channels, batch, start, tiles = place(T, D, BT, BD, STEPS)
+    weights = load_weights(weight, channels, D, W)
+    for n in range(tiles):
+        rows = start + n * BT + tl.arange(0, BT)
+        gradient = tl.zeros([BT, BD], tl.float32)
+        for i in tl.static_range(W):
+            ahead = rows + (W - 1 - i)
+            pointers, inside = tile(inner, batch, ahead, channels, T, D)
+            if PACKED:
+                inside = inside & (tl.load(before + ahead, mask=ahead < T, other=0) >= W - 1 - i)[:, None]
+            gradient += tl.load(pointers, mask=inside, other=0.0).to(tl.float32) * weights[i]
+        p_x, whole = tile(d_x, batch, rows, channels, T, D)
+        tl.store(p_x, gradient.to(d_x.dtype.element_ty), mask=whole)
 
 
-def _tiles(x: Tensor, tokens: int = TOKENS) -> tuple[int, int]:
-    """Tiles of `tokens` tokens, and of channels."""
-    return x.shape[0] * triton.cdiv(x.shape[1], tokens), triton.cdiv(x.shape[2], CHANNELS)
+def _grid(x: Tensor) -> tuple[int, int]:
+    """How many programs share the tokens, and how many the channels."""
+    return x.shape[0] * triton.cdiv(x.shape[1], TOKENS * STEPS), triton.cdiv(x.shape[2], CHANNELS)
 
 
 def _sizes(x: Tensor, weight: Tensor, before: Tensor | None) -> dict[str, int]:
-    return {"T": x.shape[1], "D": x.shape[2], "W": weight.shape[1], "BT": TOKENS, "BD": CHANNELS, "PACKED": before is not None}
+    tiles = {"BT": TOKENS, "BD": CHANNELS, "STEPS": STEPS}
+    return {"T": x.shape[1], "D": x.shape[2], "W": weight.shape[1], **tiles, "PACKED": before is not None}
 
 
 @torch.library.custom_op("headmax::short_conv", mutates_args=())
 @on_its_device
 def _forward(x: Tensor, weight: Tensor, before: Tensor | None) -> Tensor:
-    y, tiles = torch.empty_like(x), _tiles(x)
-    short_conv_kernel[(tiles[0] * tiles[1],)](x, weight, before, y, **_sizes(x, weight, before))
+    y, (rows, columns) = torch.empty_like(x), _grid(x)
+    short_conv_kernel[(rows * columns,)](x, weight, before, y, **_sizes(x, weight, before))
     return y
 
 
@@ -133,10 +156,9 @@ def _(x, weight, before):
 @on_its_device
 def _backward(d_y: Tensor, x: Tensor, weight: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
     inner, d_x, sizes = torch.empty_like(x), torch.empty_like(x), _sizes(x, weight, before)
-    rows, columns = _tiles(x, STEPS * TOKENS)
+    rows, columns = _grid(x)
     shares = x.new_empty(rows, *weight.shape, dtype=torch.float32)
-    short_conv_inner_gradients_kernel[(rows * columns,)](x, weight, before, d_y.contiguous(), inner, shares, **sizes, STEPS=STEPS)
-    rows, columns = _tiles(x)
+    short_conv_inner_gradients_kernel[(rows * columns,)](x, weight, before, d_y.contiguous(), inner, shares, **sizes)
     short_conv_input_gradients_kernel[(rows * columns,)](inner, weight, before, d_x, **sizes)
     return d_x, shares.sum(0).to(weight.dtype)
 

@@ -170,6 +170,17 @@ def state_tile(base, index, k_start, v_start, K: tl.constexpr, V: tl.constexpr, 
 
 
 @triton.jit
+def settled(total, count):
+    """`total` as it is, which the compiler does not know: so a product that is added to it is over before the loop goes on.
+
+    For loops whose tiles meet other arithmetic beside a product. On Hopper a product may still be under way when the next tiles are
+    fetched, for which Triton (3.6, 3.7) then has one buffer too few: it would fill the one that is being read. `headmax.bench.fit`
+    looks for such loops.
+    """
+    return total * tl.where(count > 0, 1.0, 0.0)
+
+
+@triton.jit
 def causal_mask(count, C: tl.constexpr):
     rows = tl.arange(0, C)
     return (rows[:, None] >= rows[None, :]) & (rows[:, None] < count)

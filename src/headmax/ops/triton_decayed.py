@@ -41,6 +41,7 @@ from headmax.ops.triton_common import (
     on_its_device,
     row_values,
     segment_span,
+    settled,
     state_block,
     state_tile,
     tile,
@@ -62,7 +63,7 @@ def prepare_kernel(
     first, count = chunk_span(chunk, table, T, C, PACKED)
     index = chunk.to(tl.int64) * H + head
     read = row_values(read_gate, first, count, head, H, C, READ)[:, None] * scale
-    write = row_values(write_gate, first, count, head, H, C, WRITE)[:, None]
+    write = row_values(write_gate, first, count, head, H, C, WRITE)
     if DECAY == "channel":  # gates are on their way while it is looked up
         if (tl.load(mild + index) != 0) == EXACT:
             return
@@ -70,34 +71,35 @@ def prepare_kernel(
     if DECAY != "channel":
         b, left, total = decay_sums(log_decay, first, count, head, H, C, DECAY)
         from_start, to_end = decay_rows(b, count, C), decay_rows(left, count, C)
+        if WRITE:
+            to_end *= write
         tl.store(whole + index, total.to(tl.float32))
     for k_start in range(0, K, BK):
         p_q, inside = tile(q, first, count, head, k_start, H, K, C, BK)
         p_k, in_k = tile(k, first, count, head, k_start, H, K, C, BK)
         t_q, t_k = tl.load(p_q, mask=inside, other=0.0), tl.load(p_k, mask=inside, other=0.0)
-        gated_q, gated_k = t_q.to(tl.float32) * read, t_k.to(tl.float32) * write
         if DECAY == "channel":
             reads, writes = channel_decays(sums, first, count, head, k_start, H, K, C, BK, EXACT)
-            gated_q *= reads
-            gated_k *= writes
+            gated_q, gated_k = t_q.to(tl.float32) * read * reads, t_k.to(tl.float32) * write[:, None] * writes
         else:
-            gated_q *= from_start[:, None]
-            gated_k *= to_end[:, None]
+            gated_q, gated_k = t_q.to(tl.float32) * read * from_start[:, None], t_k.to(tl.float32) * to_end[:, None]
         gated_q, gated_k = gated_q.to(t_q.dtype), gated_k.to(t_k.dtype)
         p_r, in_r = tile(reading, first, count, head, k_start, H, K, C, BK)
         p_w, in_w = tile(writing, first, count, head, k_start, H, K, C, BK)
         tl.store(p_r, gated_q, mask=inside)
         tl.store(p_w, gated_k, mask=inside)
         if EXACT:
-            products += exact_scores(q, k, read, write, sums, first, count, head, k_start, H, K, C, BK, PRECISION)
+            products += exact_scores(q, k, read, write[:, None], sums, first, count, head, k_start, H, K, C, BK, PRECISION)
         elif DECAY == "channel":
             products += tl.dot(gated_q, tl.trans(gated_k), input_precision=PRECISION)
         else:
+            if K > BK:
+                products = settled(products, count)
             products += tl.dot(t_q, tl.trans(t_k), input_precision=PRECISION)
     if DECAY == "channel":
         products = tl.where(causal_mask(count, C), products, 0.0)
     else:
-        products *= decay_matrix(b, log_decay, count, head, C, DECAY) * read * tl.trans(write)
+        products *= decay_matrix(b, log_decay, count, head, C, DECAY) * read * write[None, :]
     p_a, in_a = tile(scores, first, count, head, 0, H, C, C, C)
     tl.store(p_a, products.to(scores.dtype.element_ty), mask=in_a)
 
@@ -280,6 +282,8 @@ def query_key_gradients_kernel(
             t_v, t_o = tl.load(p_v, mask=in_v, other=0.0), tl.load(p_o, mask=in_o, other=0.0)
             t_s, t_d = tl.load(p_s, mask=in_s, other=0.0), tl.load(p_d, mask=in_d, other=0.0)
             g_q += tl.dot(t_o, tl.trans(t_s), input_precision=PRECISION)
+            if DECAY_GRADIENT and V > BV:
+                g_k = settled(g_k, count)
             g_k += tl.dot(t_v, tl.trans(t_d), input_precision=PRECISION)
             if DECAY_GRADIENT:
                 kept += tl.sum(t_s.to(tl.float32) * t_d.to(tl.float32), 1)

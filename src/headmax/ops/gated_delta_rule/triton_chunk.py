@@ -117,7 +117,7 @@ def delta_scan_kernel(
     If CUT, `begin` and `end` are `Segments`, and what does not STORE turns the identity too, in further columns, which nothing is
     written to.
     """
-    EDGE: tl.constexpr = V if STORE else tl.cdiv(V, BV) * BV
+    EDGE: tl.constexpr = (V + BV - 1) // BV * BV
     v_start, run, head = channel_block(H, V if STORE else EDGE + K, BV)
     if not STORE:
         v_start = tl.where(v_start < EDGE, v_start, v_start - EDGE + V)
