@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from headmax.ops.triton_common import on_its_device
+from headmax.ops.triton_common import beside, on_its_device
 
-TOKENS, CHANNELS, STEPS = 16, 64, 16
-"""A program takes STEPS tiles of so many tokens and channels, one after the other: weights are loaded once."""
+MAPPED, SUMMED = (8, 128, 16), (16, 64, 32)
+"""Tokens and channels of a tile, and how many tiles a program takes one after the other, so that weights are loaded once: of kernels
+that sum nothing over tokens, and of the one that does."""
 
 
 @triton.jit
@@ -20,12 +23,6 @@ def place(T, D, BT: tl.constexpr, BD: tl.constexpr, STEPS: tl.constexpr):
     spans = tl.cdiv(T, BT * STEPS)
     start = n // wide % spans * (BT * STEPS)
     return n % wide * BD + tl.arange(0, BD), (n // wide // spans).to(tl.int64), start, tl.minimum(STEPS, tl.cdiv(T - start, BT))
-
-
-@triton.jit
-def beside(tensors, x):
-    """A tuple of tensors and one more: what there is one of for each tap."""
-    return tensors + (x,)  # noqa: RUF005
 
 
 @triton.jit
@@ -129,21 +126,22 @@ def short_conv_input_gradients_kernel(
         tl.store(p_x, gradient.to(d_x.dtype.element_ty), mask=whole)
 
 
-def _grid(x: Tensor) -> tuple[int, int]:
+def _grid(x: Tensor, tiles: tuple[int, int, int]) -> tuple[int, int]:
     """How many programs share the tokens, and how many the channels."""
-    return x.shape[0] * triton.cdiv(x.shape[1], TOKENS * STEPS), triton.cdiv(x.shape[2], CHANNELS)
+    tokens, channels, steps = tiles
+    return x.shape[0] * triton.cdiv(x.shape[1], tokens * steps), triton.cdiv(x.shape[2], channels)
 
 
-def _sizes(x: Tensor, weight: Tensor, before: Tensor | None) -> dict[str, int]:
-    tiles = {"BT": TOKENS, "BD": CHANNELS, "STEPS": STEPS}
-    return {"T": x.shape[1], "D": x.shape[2], "W": weight.shape[1], **tiles, "PACKED": before is not None}
+def _launch(kernel, tiles: tuple[int, int, int], x: Tensor, weight: Tensor, before: Tensor | None, *others: Tensor) -> None:
+    sizes = dict(zip(("BT", "BD", "STEPS"), tiles, strict=True)) | {"W": weight.shape[1], "PACKED": before is not None}
+    kernel[(math.prod(_grid(x, tiles)),)](x, weight, before, *others, T=x.shape[1], D=x.shape[2], **sizes)
 
 
 @torch.library.custom_op("headmax::short_conv", mutates_args=())
 @on_its_device
 def _forward(x: Tensor, weight: Tensor, before: Tensor | None) -> Tensor:
-    y, (rows, columns) = torch.empty_like(x), _grid(x)
-    short_conv_kernel[(rows * columns,)](x, weight, before, y, **_sizes(x, weight, before))
+    y = torch.empty_like(x)
+    _launch(short_conv_kernel, MAPPED, x, weight, before, y)
     return y
 
 
@@ -155,11 +153,10 @@ def _(x, weight, before):
 @torch.library.custom_op("headmax::short_conv_backward", mutates_args=())
 @on_its_device
 def _backward(d_y: Tensor, x: Tensor, weight: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
-    inner, d_x, sizes = torch.empty_like(x), torch.empty_like(x), _sizes(x, weight, before)
-    rows, columns = _grid(x)
-    shares = x.new_empty(rows, *weight.shape, dtype=torch.float32)
-    short_conv_inner_gradients_kernel[(rows * columns,)](x, weight, before, d_y.contiguous(), inner, shares, **sizes)
-    short_conv_input_gradients_kernel[(rows * columns,)](inner, weight, before, d_x, **sizes)
+    inner, d_x = torch.empty_like(x), torch.empty_like(x)
+    shares = x.new_empty(_grid(x, SUMMED)[0], *weight.shape, dtype=torch.float32)
+    _launch(short_conv_inner_gradients_kernel, SUMMED, x, weight, before, d_y.contiguous(), inner, shares)
+    _launch(short_conv_input_gradients_kernel, MAPPED, inner, weight, before, d_x)
     return d_x, shares.sum(0).to(weight.dtype)
 
 

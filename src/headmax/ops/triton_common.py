@@ -131,6 +131,12 @@ def segment_span(run, segments, table, starts, T, C: tl.constexpr, PACKED: tl.co
     return first_chunk + low, tl.maximum(tl.minimum(span, chunks - low), 0), token + low.to(tl.int64) * C, end
 
 
+@triton.jit
+def beside(tensors, x):
+    """A tuple of tensors, and one more."""
+    return tensors + (x,)  # noqa: RUF005
+
+
 LOG2_E = tl.constexpr(math.log2(math.e))
 
 

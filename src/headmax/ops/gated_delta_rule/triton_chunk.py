@@ -19,13 +19,13 @@ from headmax.ops.packing import CHUNK, Packing
 from headmax.ops.recompute import recomputed
 from headmax.ops.triton_common import (
     Layout,
+    beside,
     channel_block,
     check_kernel_limits,
     chunk_span,
     decay_matrix,
     decay_rows,
     decay_sums,
-    dot_precision,
     on_its_device,
     row_values,
     segment_span,
@@ -114,8 +114,8 @@ def delta_scan_kernel(
 ):  # fmt: skip
     """u = fresh - erase S ;  S' = exp(whole) S + writing^T u, some columns of the state through a segment of a sequence.
 
-    If CUT, `begin` and `end` are `Segments`, and what does not STORE turns the identity too, in further columns, which nothing is
-    written to.
+    If CUT, `begin` and `end` are `cut` (see below), and what does not STORE turns the identity too, in further columns, which nothing
+    is written to.
     """
     EDGE: tl.constexpr = (V + BV - 1) // BV * BV
     v_start, run, head = channel_block(H, V if STORE else EDGE + K, BV)
@@ -199,40 +199,45 @@ def delta_carry_kernel(
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BEGIN: tl.constexpr, REVERSE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What each of `Segments` would end with, had it begun with nothing, becomes what it begins with; and the last state.
+    """What each segment would end with, had it begun with nothing, becomes what it begins with; and the last state.
 
     If REVERSE these are gradients: they meet the segments from the last to the first, and turn by the transposed matrices.
     """
     v_start, sequence, head = channel_block(H, V, BV)
+    BLOCKS: tl.constexpr = (K + BK - 1) // BK
     WIDTH: tl.constexpr = V + K
-    state, inside = tl.zeros([BK, BV], tl.float32), (v_start + tl.arange(0, BV) < V)[None, :]
-    place = sequence.to(tl.int64) * H + head
-    if BEGIN:
-        p_begin, in_begin = state_tile(begin, place, 0, v_start, K, V, BK, BV)
-        state += tl.load(p_begin, mask=in_begin, other=0.0).to(tl.float32)
-    for i in range(segments):
+    place, inside = sequence.to(tl.int64) * H + head, (v_start + tl.arange(0, BV) < V)[None, :]
+    state = ()  # in blocks of BK rows
+    for i in tl.static_range(BLOCKS):
+        t_b = tl.zeros([BK, BV], tl.float32)
+        if BEGIN:
+            p_b, in_b = state_tile(begin, place, i * BK, v_start, K, V, BK, BV)
+            t_b += tl.load(p_b, mask=in_b, other=0.0).to(tl.float32)
+        state = beside(state, t_b)
+    for n in range(segments):
         if REVERSE:
-            run = sequence * segments + segments - 1 - i
+            run = sequence * segments + segments - 1 - n
         else:
-            run = sequence * segments + i
+            run = sequence * segments + n
         index = run.to(tl.int64) * H + head
-        p_s, in_s = state_tile(cut, index, 0, v_start, K, WIDTH, BK, BV)
-        ended = tl.load(p_s, mask=in_s & inside, other=0.0)
-        tl.store(p_s, state, mask=in_s & inside)
-        tl.debug_barrier()  # its rows are read again by other threads
-        for k_start in tl.range(0, K, 64, num_stages=1):
-            p_b, in_b = state_tile(cut, index, k_start, v_start, K, WIDTH, 64, BV)
-            if REVERSE:
-                p_t, in_t = state_tile(cut, index, k_start, V, K, WIDTH, 64, BK)
-            else:
-                p_t, in_t = state_tile(cut, index, 0, V + k_start, K, WIDTH, BK, 64)
-            t_b, t_t = tl.load(p_b, mask=in_b & inside, other=0.0), tl.load(p_t, mask=in_t, other=0.0)
-            if REVERSE:
-                t_t = tl.trans(t_t)
-            ended += tl.dot(t_t, t_b, input_precision=PRECISION)
-        state = ended
-    p_end, in_end = state_tile(end, place, 0, v_start, K, V, BK, BV)
-    tl.store(p_end, state, mask=in_end)
+        handed = ()
+        for i in tl.static_range(BLOCKS):
+            p_s, in_s = state_tile(cut, index, i * BK, v_start, K, WIDTH, BK, BV)
+            total = tl.load(p_s, mask=in_s & inside, other=0.0)
+            tl.store(p_s, state[i], mask=in_s & inside)
+            for j in tl.static_range(BLOCKS):
+                if REVERSE:
+                    p_t, in_t = state_tile(cut, index, j * BK, V + i * BK, K, WIDTH, BK, BK)
+                    turn = tl.trans(tl.load(p_t, mask=in_t, other=0.0))
+                else:
+                    p_t, in_t = state_tile(cut, index, i * BK, V + j * BK, K, WIDTH, BK, BK)
+                    turn = tl.load(p_t, mask=in_t, other=0.0)
+                total += tl.dot(turn, state[j], input_precision=PRECISION)
+            handed = beside(handed, total)
+        state = handed
+    for i in tl.static_range(BLOCKS):
+        p_end, in_end = state_tile(end, place, i * BK, v_start, K, V, BK, BV)
+        tl.store(p_end, state[i], mask=in_end)
 
 
 @triton.jit
@@ -338,31 +343,27 @@ def writes(
     return made
 
 
-class Segments(NamedTuple):
-    """Sequences too few to keep the GPU busy are cut into segments, which run at the same time: once from nothing and from the identity,
-    to know what each does to a state, and again from what the segments before it hand on.
-    """
+# Sequences too few to keep the GPU busy are cut into segments, which run at the same time: once from nothing and from the identity, to
+# know what each does to a state, and again from what the segments before it hand on. `cut` [sequences * segments, heads, key, value + key]
+# has what a segment makes of nothing, later what it begins with; and beside it the matrix by which it turns any state.
 
-    number: int
-    """Of each sequence."""
-    states: Tensor
-    """[sequences * number, heads, key, value + key] float32: what a segment makes of nothing, later what it begins with; and the matrix
-    by which it turns any state."""
 
-    def carry(self, begin: Tensor | None, end: Tensor, x: Tensor, reverse: bool = False) -> None:
-        """Hands states on from segment to segment, the first being `begin` and the last `end`, as precisely as x's dtype asks."""
-        runs, heads, key, value = end.shape
-        tiles = tile_arguments("delta_scan", x, key, value)
-        delta_carry_kernel[(runs * heads * triton.cdiv(value, tiles["BV"]),)](
-            self.states, begin, end, self.number, H=heads, K=key, V=value, BEGIN=begin is not None, REVERSE=reverse,
-            PRECISION=dot_precision(x.dtype), **tiles,
-        )  # fmt: skip
+def carry(cut: Tensor, begin: Tensor | None, end: Tensor, precision: str, reverse: bool = False) -> None:
+    """Hands states on from segment to segment, the first being `begin` and the last `end`."""
+    runs, heads, key, value = end.shape
+    delta_carry_kernel[(runs * heads * triton.cdiv(value, 64),)](
+        cut, begin, end, cut.shape[0] // runs, H=heads, K=key, V=value, BK=64, BV=64, BEGIN=begin is not None, REVERSE=reverse,
+        PRECISION=precision,
+    )  # fmt: skip
 
 
 def delta_scan(
-    prepared: Prepared, written: Written, initial: Tensor | None, layout: Layout
-) -> tuple[Tensor, Tensor, Tensor, Segments | None]:
-    """The states before every chunk, the writes u, the last states, and the segments, if sequences are cut into such."""
+    prepared: Prepared, written: Written, initial: Tensor | None, layout: Layout, cut: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The states before every chunk, the writes u, the last states, and `cut`, empty for whole sequences.
+
+    If `cut` is given already, the last states are not made again.
+    """
     key, (_, _, heads, value) = written.erase.shape[3], written.fresh.shape
     new, runs = written.fresh.new_empty, layout.sequences
     states, u = new(layout.chunks, heads, key, value), torch.empty_like(written.fresh)
@@ -376,21 +377,22 @@ def delta_scan(
             **shape, V=value, BEGIN=begin is not None, STORE=store, END=end is not None, CUT=segments > 1, **tiles,
         )  # fmt: skip
 
-    number = segments_of(layout, value, heads, written.fresh)
-    if number == 1:
+    if cut is None:
+        cut = new(cut_shape(written.erase, written.fresh, layout), dtype=torch.float32)
+        if cut.numel():
+            launch(None, cut, store=False, segments=cut.shape[0] // runs)
+            carry(cut, initial, final, shape["PRECISION"])
+    if cut.numel():
+        launch(cut, None, store=True, segments=cut.shape[0] // runs)
+    else:
         launch(initial, final, store=True)
-        return states, u, final, None
-    cut = Segments(number, final.new_empty(runs * number, heads, key, value + key))
-    launch(None, cut.states, store=False, segments=number)
-    cut.carry(initial, final, u)
-    launch(cut.states, None, store=True, segments=number)
     return states, u, final, cut
 
 
 def delta_scan_back(
-    prepared: Prepared, written: Written, cut: Segments | None, d_o: Tensor, d_u: Tensor, d_final: Tensor, layout: Layout
+    prepared: Prepared, written: Written, cut: Tensor, d_o: Tensor, d_u: Tensor, d_final: Tensor, layout: Layout
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of the states after every chunk and of the initial ones; completes d_u in place, and uses up `cut`."""
+    """The gradients of the states after every chunk and of the initial ones; completes d_u in place."""
     key, (_, _, heads, value) = written.erase.shape[3], d_o.shape
     d_states, d_initial, runs = d_o.new_empty(layout.chunks, heads, key, value), torch.empty_like(d_final), layout.sequences
     shape, tiles = shape_arguments(written.erase, layout), tile_arguments("delta_scan_back", d_o, key, value)
@@ -401,18 +403,20 @@ def delta_scan_back(
             segments, **shape, V=value, BEGIN=begin is not None, STORE=store, END=end is not None, CUT=segments > 1, **tiles,
         )  # fmt: skip
 
-    if cut is None:
+    if not cut.numel():
         launch(d_final, d_initial, store=True)
         return d_states, d_initial
-    launch(None, cut.states, store=False, segments=cut.number)
-    cut.carry(d_final, d_initial, d_o, reverse=True)
-    launch(cut.states, None, store=True, segments=cut.number)
+    segments, cut = cut.shape[0] // runs, cut.clone()  # gradients take the states' place
+    launch(None, cut, store=False, segments=segments)
+    carry(cut, d_final, d_initial, shape["PRECISION"], reverse=True)
+    launch(cut, None, store=True, segments=segments)
     return d_states, d_initial
 
 
-def segments_of(layout: Layout, value: int, heads: int, x: Tensor) -> int:
-    """Into how many segments a scan of the delta rule cuts each sequence."""
-    return layout.segments(triton.cdiv(value, 64) * heads, processors(x.device), LEAST_SEGMENTS)
+def cut_shape(k: Tensor, v: Tensor, layout: Layout) -> tuple[int, ...]:
+    heads, value = v.shape[2:]
+    segments = layout.segments(triton.cdiv(value, 64) * heads, processors(v.device), LEAST_SEGMENTS)
+    return (layout.sequences * segments, heads, k.shape[3], value + k.shape[3]) if segments > 1 else (0,)
 
 
 @torch.library.custom_op("headmax::gated_delta_rule", mutates_args=())
@@ -420,33 +424,35 @@ def segments_of(layout: Layout, value: int, heads: int, x: Tensor) -> int:
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, read_gate: Tensor | None, write_gate: Tensor | None,
     scale: float, initial: Tensor | None, table: Tensor | None, starts: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """o, the final state, and for the backward pass the inverses, which take longer to make than to keep."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """o, the final state, and for the backward pass the inverses and `cut`, which take longer to make than to keep."""
     layout = Layout(q.shape[0], q.shape[1], table, starts)
     prepared = prepare(q, k, log_decay, read_gate, None, scale, layout)
     written = writes(k, v, log_decay, beta, write_gate, layout)
-    states, u, final, _ = delta_scan(prepared, written, initial, layout)
-    return combine(prepared.reading, prepared.scores, u, states, layout), final, written.inverse
+    states, u, final, cut = delta_scan(prepared, written, initial, layout)
+    return combine(prepared.reading, prepared.scores, u, states, layout), final, written.inverse, cut
 
 
 @_forward.register_fake
 def _(q, k, v, log_decay, beta, read_gate, write_gate, scale, initial, table, starts):
     sequences = q.shape[0] if starts is None else starts.shape[0] - 1
     final = q.new_empty(sequences, q.shape[2], q.shape[3], v.shape[3], dtype=torch.float32)
-    return torch.empty_like(v), final, empty_inverse(k)
+    cut = q.new_empty(cut_shape(k, v, Layout(q.shape[0], q.shape[1], table, starts)), dtype=torch.float32)
+    return torch.empty_like(v), final, empty_inverse(k), cut
 
 
 @torch.library.custom_op("headmax::gated_delta_rule_backward", mutates_args=())
 @on_its_device
 def _backward(
     d_o: Tensor, d_final: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, read_gate: Tensor | None,
-    write_gate: Tensor | None, scale: float, initial: Tensor | None, table: Tensor | None, starts: Tensor | None, inverse: Tensor,
+    write_gate: Tensor | None, scale: float, initial: Tensor | None, table: Tensor | None, starts: Tensor | None,
+    inverse: Tensor, cut: Tensor,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, k, v, log_decay, beta, read_gate, write_gate, initial; an empty tensor where there is none."""
     layout, d_o, d_final = Layout(q.shape[0], q.shape[1], table, starts), d_o.contiguous(), d_final.contiguous()
     prepared = prepare(q, k, log_decay, read_gate, None, scale, layout)
     written = writes(k, v, log_decay, beta, write_gate, layout, inverse)
-    states, u, _, cut = delta_scan(prepared, written, initial, layout)
+    states, u, _, _ = delta_scan(prepared, written, initial, layout, cut)
     d_u = combine(prepared.writing, prepared.scores, d_o, None, layout, transposed=True)
     d_states, d_initial = delta_scan_back(prepared, written, cut, d_o, d_u, d_final, layout)
     d_q, d_k, d_decay, d_gates = query_key_gradients(
@@ -464,7 +470,7 @@ def _backward(
 
 
 @_backward.register_fake
-def _(d_o, d_final, q, k, v, log_decay, beta, read_gate, write_gate, scale, initial, table, starts, inverse):
+def _(d_o, d_final, q, k, v, log_decay, beta, read_gate, write_gate, scale, initial, table, starts, inverse, cut):
     nothing = q.new_empty(0, dtype=torch.float32)
     rows = [torch.empty_like(x, dtype=torch.float32) if x is not None else nothing for x in (log_decay, beta, read_gate, write_gate)]
     return [torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), *rows, torch.empty_like(d_final)]
@@ -472,15 +478,15 @@ def _(d_o, d_final, q, k, v, log_decay, beta, read_gate, write_gate, scale, init
 
 def _save(ctx, inputs, output) -> None:
     q, k, v, log_decay, beta, read_gate, write_gate, scale, initial, table, starts = inputs
-    inverse = output[2]
-    ctx.mark_non_differentiable(inverse)
-    ctx.save_for_backward(q, k, v, log_decay, beta, read_gate, write_gate, initial, table, starts, inverse)
+    kept = output[2:]
+    ctx.mark_non_differentiable(*kept)
+    ctx.save_for_backward(q, k, v, log_decay, beta, read_gate, write_gate, initial, table, starts, *kept)
     ctx.scale = scale
 
 
-def _gradient(ctx, d_o, d_final, _):
-    *inputs, initial, table, starts, inverse = ctx.saved_tensors
-    d_q, d_k, d_v, *rows, d_initial = _backward(d_o, d_final, *inputs, ctx.scale, initial, table, starts, inverse)
+def _gradient(ctx, d_o, d_final, *_):
+    *inputs, initial, table, starts, inverse, cut = ctx.saved_tensors
+    d_q, d_k, d_v, *rows, d_initial = _backward(d_o, d_final, *inputs, ctx.scale, initial, table, starts, inverse, cut)
     rows = [None if x is None else g.to(x.dtype) for x, g in zip(inputs[3:], rows, strict=True)]
     return d_q, d_k, d_v, *rows, None, None if initial is None else d_initial.to(initial.dtype), None, None
 
@@ -508,5 +514,5 @@ def gated_delta_rule(
         q, k = q.repeat_interleave(groups, dim=2), k.repeat_interleave(groups, dim=2)
     tensors = [None if x is None else x.contiguous() for x in (q, k, v, log_decay, beta, read_gate, write_gate)]
     table, starts = (None, None) if packing is None else packing.chunks(CHUNK)
-    o, final, _ = _forward(*tensors, scale, None if initial_state is None else initial_state.contiguous(), table, starts)
+    o, final, *_ = _forward(*tensors, scale, None if initial_state is None else initial_state.contiguous(), table, starts)
     return o, final
