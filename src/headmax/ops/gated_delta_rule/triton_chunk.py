@@ -26,6 +26,7 @@ from headmax.ops.triton_common import (
     decay_matrix,
     decay_rows,
     decay_sums,
+    dot_precision,
     on_its_device,
     row_values,
     segment_span,
@@ -348,12 +349,13 @@ def writes(
 # has what a segment makes of nothing, later what it begins with; and beside it the matrix by which it turns any state.
 
 
-def carry(cut: Tensor, begin: Tensor | None, end: Tensor, precision: str, reverse: bool = False) -> None:
-    """Hands states on from segment to segment, the first being `begin` and the last `end`."""
+def carry(cut: Tensor, begin: Tensor | None, end: Tensor, x: Tensor, reverse: bool = False) -> None:
+    """Hands states on from segment to segment, the first being `begin` and the last `end`, as precisely as x's dtype asks."""
     runs, heads, key, value = end.shape
-    delta_carry_kernel[(runs * heads * triton.cdiv(value, 64),)](
-        cut, begin, end, cut.shape[0] // runs, H=heads, K=key, V=value, BK=64, BV=64, BEGIN=begin is not None, REVERSE=reverse,
-        PRECISION=precision,
+    tiles = tile_arguments("delta_carry", x, key, value)
+    delta_carry_kernel[(runs * heads * triton.cdiv(value, tiles["BV"]),)](
+        cut, begin, end, cut.shape[0] // runs, H=heads, K=key, V=value, BEGIN=begin is not None, REVERSE=reverse,
+        PRECISION=dot_precision(x.dtype), **tiles,
     )  # fmt: skip
 
 
@@ -381,7 +383,7 @@ def delta_scan(
         cut = new(cut_shape(written.erase, written.fresh, layout), dtype=torch.float32)
         if cut.numel():
             launch(None, cut, store=False, segments=cut.shape[0] // runs)
-            carry(cut, initial, final, shape["PRECISION"])
+            carry(cut, initial, final, u)
     if cut.numel():
         launch(cut, None, store=True, segments=cut.shape[0] // runs)
     else:
@@ -408,7 +410,7 @@ def delta_scan_back(
         return d_states, d_initial
     segments, cut = cut.shape[0] // runs, cut.clone()  # gradients take the states' place
     launch(None, cut, store=False, segments=segments)
-    carry(cut, d_final, d_initial, shape["PRECISION"], reverse=True)
+    carry(cut, d_final, d_initial, d_o, reverse=True)
     launch(cut, None, store=True, segments=segments)
     return d_states, d_initial
 
