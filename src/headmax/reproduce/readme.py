@@ -56,7 +56,7 @@ def steps() -> str:
     found = list(records.read(records.RESULTS / "train_h200.jsonl"))
     values = {(r.case, r.impl, r.metric): r for r in found}
     columns = ["4096x8 tokens; no gates, softmax", "tokens/s", "time of gates", "GiB", "of the matmul rate"]
-    columns += ["flash-linear-attention, tokens/s", "GiB", "softmax as fast"]
+    columns += ["flash-linear-attention, tokens/s", "GiB", "softmax as fast", "commit"]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for recipe in ("gla-340m", "retnet-340m", "gdn-340m"):
         case = f"{recipe} 4096x8"
@@ -70,12 +70,13 @@ def steps() -> str:
         ours, theirs = (values[case, impl, f"softmax/{speed}"] for impl in ("headmax", "fla"))
         cells = [recipe, pair("headmax", speed, ",.0f"), f"{100 * (gates.value - 1):+.1f}% ({low} to {high})"]
         cells += [pair("headmax", "peak memory", ".1f"), pair("headmax", "MFU", ".0%"), pair("fla", speed, ",.0f")]
-        lines.append(f"| {' | '.join([*cells, pair('fla', 'peak memory', '.1f'), f'{ours.value / theirs.value:.2f}x'])} |")
+        cells += [pair("fla", "peak memory", ".1f"), f"{ours.value / theirs.value:.2f}x"]
+        lines.append(f"| {' | '.join([*cells, '; '.join(dict.fromkeys((ours.commit[:7], theirs.commit[:7])))])} |")
     other = next(r for r in found if r.metric == "transformer/tokens per second")
     cold = [r for r in found if r.metric.endswith("first step, empty caches")]
     first = ", ".join(f"{r.metric.split('/')[0]} {r.value:.0f} s" for r in cold)
     note = [
-        f"Float32 parameters, bfloat16 compute, fused AdamW, {gates.device}, commit {gates.commit[:7]}. Ours are compiled block by block;",
+        f"Float32 parameters, bfloat16 compute, fused AdamW, {gates.device}; commits of ours and of theirs. Ours are compiled block by block;",
         "flash-linear-attention is not (not measured so), has the gates put on by hand, and its GDN runs under Triton",
         f"{theirs.extra['triton']}, since it refuses 3.6 on this GPU. Transformer++, timed with launches less far ahead of the GPU:",
         f"{other.value:,.0f} tokens/s (commit {other.commit[:7]}). First step of {cold[0].case.split()[0]} with empty caches: {first}",
