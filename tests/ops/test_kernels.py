@@ -68,6 +68,18 @@ def test_segments_of_long_chunks(lengths: tuple[int, ...] | None, monkeypatch: p
 
 
 @here
+@pytest.mark.parametrize("lengths", [None, (70, 230)], ids=["rows", "packed"])
+def test_segments_of_wide_heads_in_the_delta_rule(lengths: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """States are handed on in several blocks of keys and of values."""
+    case = Case(time=300, heads=1, key=136, value=80, gates="both", initial_state=True, lengths=lengths)
+    inputs = inputs_of("gated_delta_rule", case, torch.bfloat16)
+    whole = run(SPECS["gated_delta_rule"], inputs, "triton")
+    cut_into_segments(monkeypatch)
+    for key, x in run(SPECS["gated_delta_rule"], inputs, "triton").items():
+        assert distance(x, whole[key]) <= 1e-2, key
+
+
+@here
 def test_keys_that_resemble_each_other_are_still_told_apart() -> None:
     """The triangular inverse at its worst: equal keys, full strength, no decay."""
     inputs = inputs_of("gated_delta_rule", Case(time=130, heads=1, key=20, value=24, normalize=False))
@@ -140,10 +152,9 @@ def test_non_contiguous_inputs(name: str) -> None:
 def test_repeated_runs_are_bit_identical(name: str) -> None:
     """Forward and backward: no kernel adds with atomics, nor fills a tile that a product still reads."""
     wide = Case(batch=2, time=300, heads=2, key=136, value=80, gates="both", initial_state=True)
-    for inputs in (inputs_of(name, BOTH), inputs_of(name, wide, torch.bfloat16)):
+    for inputs in (inputs_of(name, BOTH), *[inputs_of(name, wide, torch.bfloat16)] * 3 * GPU):
         first = run(SPECS[name], inputs, "triton")
-        for _ in range(3 if GPU else 1):
-            assert_bit_identical(name, inputs, first)
+        assert_bit_identical(name, inputs, first)
 
 
 @here
@@ -184,8 +195,8 @@ CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 @here
 @pytest.mark.parametrize("name", SPECS)
-def test_operators_are_registered_properly(name: str) -> None:
-    """Schema, fake implementation and autograd registration, by PyTorch's own check."""
+def test_operators_are_registered_properly(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Schema, fake implementation and autograd registration, by PyTorch's own check, of whole sequences and of segments."""
     from headmax.ops import triton_decayed
     from headmax.ops.gated_delta_rule import triton_chunk
 
@@ -195,6 +206,8 @@ def test_operators_are_registered_properly(name: str) -> None:
         op, arguments = triton_chunk._forward, (x["q"], x["k"], x["v"], x["log_decay"], x["beta"], *gates)
     else:
         op, arguments = triton_decayed._forward, (x["q"], x["k"], x["v"], x["log_decay"], *gates)
+    torch.library.opcheck(op, arguments, test_utils=CHECKS)
+    cut_into_segments(monkeypatch)
     torch.library.opcheck(op, arguments, test_utils=CHECKS)
 
 

@@ -77,6 +77,7 @@ def overtaken(ir: str) -> int:
             loops.pop()
         if "scf.for" in line:
             loops.append((depth, set()))
+            pending = 0
         elif made := re.search(r"(%\S+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x", line):
             places[made[1]] = int(made[2])
         elif seen := re.search(r"(%\S+) = ttg\.memdesc_\w+ (%\w+)", line):
@@ -130,6 +131,8 @@ def calls(dtype: torch.dtype, shared: int) -> Iterator[tuple[str, Callable[[], o
             for time, decay in product(times, ("soft", "head", "none") if op == "linear_attention" else ("soft",)):
                 case = Case(time=time, heads=1, key=key, value=value, decay=decay, gates="both", initial_state=True)
                 yield f"{op} {width}", functools.partial(spec.evaluate, spec.inputs(case, dtype), function)
+        packed = Case(time=70, heads=1, key=128, value=256, lengths=(30, 40))
+        yield f"{op} packed, no gates", functools.partial(spec.evaluate, spec.inputs(packed, dtype), function)
     x, weight, taps = torch.ones(1, 70, 4, 128, dtype=dtype), torch.ones(4, 128), torch.ones(128, 4)
     yield "head_gate", lambda: head_gate(x.requires_grad_(), weight.requires_grad_(), backend="triton").sum().backward()
     row = torch.ones(1, 70, 128, dtype=dtype, requires_grad=True)

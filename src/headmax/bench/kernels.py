@@ -155,9 +155,9 @@ def measure(
         yield make(name, "headmax", f"{op}/gated over plain", ratio, "ratio", pairs=len(pairs["plain"]), interval=interval)
         if device.type == "cuda":
             without, with_gates = kernel_times(steps["headmax"].both), kernel_times(gated.both)
-            for kernel, (taken, launches) in with_gates.items():
-                bare = without.get(kernel, (0.0, 0.0))[0]
-                yield make(name, "headmax", f"{op}/{kernel}", 1e6 * bare, "us", gated=1e6 * taken, launches=launches)
+            for kernel in dict.fromkeys((*without, *with_gates)):
+                (bare, once), (taken, launches) = (times.get(kernel, (0.0, 0.0)) for times in (without, with_gates))
+                yield make(name, "headmax", f"{op}/{kernel}", 1e6 * bare, "us", gated=1e6 * taken, launches=max(once, launches))
     for time in lengths:
         longer = replace(case, time=time)
         step = Steps(ours(op), longer, dtype, device)

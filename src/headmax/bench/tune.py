@@ -86,7 +86,8 @@ CANDIDATES: dict[str, dict[str, tuple[str, list[Tiles]]]] = {
         "delta_write_gradients_kernel": ("delta_write_gradients", SMALL),
     },
 }
-"""For each op the kernels it decides on, their names in the table and what to try; the delta rule shares the others."""
+"""For each op the kernels it decides on, their names in the table and what to try; the delta rule shares the others, but for
+`delta_carry`, which this batch does not need."""
 
 
 STANDING = copy.deepcopy(triton_tiles.TABLE)

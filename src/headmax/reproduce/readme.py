@@ -169,12 +169,13 @@ def gate_cost() -> str:
     lines = ["| op, kernel | launches | us, no gates | gates add |", "|---|---|---|---|"]
     for op in dict.fromkeys(r.metric.split("/")[0] for r in found):
         mine = [r for r in found if r.metric.startswith(f"{op}/")]
+        mine = [r for r in mine if r.commit == mine[-1].commit]
         plain, gated = sum(r.value for r in mine), sum(r.extra["gated"] for r in mine)
         lines.append(f"| **{op}** | | {plain:.0f} | {gated - plain:+.0f} ({100 * (gated / plain - 1):+.1f}%) |")
         for r in mine:
             if (added := r.extra["gated"] - r.value) >= 1:
                 lines.append(f"| {r.metric.split('/')[1]} | {r.extra['launches']:.0f} | {r.value:.0f} | {added:+.0f} |")
-    note = f"Device time of a forward and a backward pass, B=8 T=4096 H=4, {found[0].device}, commit {found[0].commit[:7]}."
+    note = f"Device time of a forward and a backward pass, B=8 T=4096 H=4, {found[-1].device}, commit {found[-1].commit[:7]}."
     return "\n".join([*lines, "", f"{note} Kernels to which gates add less than 1 us are in the sums alone."])
 
 

@@ -111,12 +111,12 @@ def delta_writes_kernel(
 def delta_scan_kernel(
     writing, erase, fresh, whole, begin, states, u, end, table, starts, segments, T,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
-    BEGIN: tl.constexpr, STORE: tl.constexpr, END: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr,
+    BEGIN: tl.constexpr, STORE: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """u = fresh - erase S ;  S' = exp(whole) S + writing^T u, some columns of the state through a segment of a sequence.
 
-    If CUT, `begin` and `end` are `cut` (see below), and what does not STORE turns the identity too, in further columns, which nothing
-    is written to.
+    If CUT, `begin` and `end` are `cut` (see below). Without STORE, which is for that alone, it turns the identity too, in further
+    columns, which nothing is written to.
     """
     EDGE: tl.constexpr = (V + BV - 1) // BV * BV
     v_start, run, head = channel_block(H, V if STORE else EDGE + K, BV)
@@ -147,7 +147,7 @@ def delta_scan_kernel(
             tl.store(p_u, t_u, mask=in_u)
         state = scaled(state, load_decays(whole, index, 0, K, BK, False), False) + tl.dot(tl.trans(t_w), t_u, input_precision=PRECISION)
         token += C
-    if END:
+    if not (CUT and STORE):
         p_end, in_end = state_tile(end, place, 0, v_start, K, WIDTH, BK, BV)
         tl.store(p_end, state, mask=in_end & ((columns < V) | (v_start >= V))[None, :])
 
@@ -156,7 +156,7 @@ def delta_scan_kernel(
 def delta_scan_back_kernel(
     reading, writing, erase, d_o, whole, begin, d_states, d_u, end, table, starts, segments, T,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
-    BEGIN: tl.constexpr, STORE: tl.constexpr, END: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr,
+    BEGIN: tl.constexpr, STORE: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dU += writing dS' ;  dS = exp(whole) dS' + reading^T dO - erase^T dU, backwards through a segment of a sequence."""
     v_start, run, head = channel_block(H, V, BV)
@@ -189,7 +189,7 @@ def delta_scan_back_kernel(
             tl.trans(t_r), t_o, input_precision=PRECISION
         )
         gradient -= tl.dot(tl.trans(t_e), t_u, input_precision=PRECISION)
-    if END:
+    if not (CUT and STORE):
         p_end, in_end = state_tile(end, place, 0, v_start, K, WIDTH, BK, BV)
         tl.store(p_end, gradient, mask=in_end & (columns < V)[None, :])
 
@@ -362,9 +362,8 @@ def carry(cut: Tensor, begin: Tensor | None, end: Tensor, x: Tensor, reverse: bo
 def delta_scan(
     prepared: Prepared, written: Written, initial: Tensor | None, layout: Layout, cut: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The states before every chunk, the writes u, the last states, and `cut`, empty for whole sequences.
-
-    If `cut` is given already, the last states are not made again.
+    """The states before every chunk, the writes u, the last states (of use only if no `cut` was given), and `cut`, empty for whole
+    sequences.
     """
     key, (_, _, heads, value) = written.erase.shape[3], written.fresh.shape
     new, runs = written.fresh.new_empty, layout.sequences
@@ -376,7 +375,7 @@ def delta_scan(
         blocks = triton.cdiv(value, tiles["BV"]) + (0 if store else triton.cdiv(key, tiles["BV"]))
         delta_scan_kernel[(runs * segments * heads * blocks,)](
             prepared.writing, written.erase, written.fresh, prepared.whole, begin, states, u, end, layout.table, layout.starts, segments,
-            **shape, V=value, BEGIN=begin is not None, STORE=store, END=end is not None, CUT=segments > 1, **tiles,
+            **shape, V=value, BEGIN=begin is not None, STORE=store, CUT=segments > 1, **tiles,
         )  # fmt: skip
 
     if cut is None:
@@ -402,7 +401,7 @@ def delta_scan_back(
     def launch(begin: Tensor | None, end: Tensor | None, store: bool, segments: int = 1) -> None:
         delta_scan_back_kernel[(runs * segments * heads * triton.cdiv(value, tiles["BV"]),)](
             prepared.reading, prepared.writing, written.erase, d_o, prepared.whole, begin, d_states, d_u, end, layout.table, layout.starts,
-            segments, **shape, V=value, BEGIN=begin is not None, STORE=store, END=end is not None, CUT=segments > 1, **tiles,
+            segments, **shape, V=value, BEGIN=begin is not None, STORE=store, CUT=segments > 1, **tiles,
         )  # fmt: skip
 
     if not cut.numel():
@@ -482,12 +481,18 @@ def _save(ctx, inputs, output) -> None:
     q, k, v, log_decay, beta, read_gate, write_gate, scale, initial, table, starts = inputs
     kept = output[2:]
     ctx.mark_non_differentiable(*kept)
+    ctx.set_materialize_grads(False)  # or zeros would be made for what is kept
     ctx.save_for_backward(q, k, v, log_decay, beta, read_gate, write_gate, initial, table, starts, *kept)
     ctx.scale = scale
 
 
 def _gradient(ctx, d_o, d_final, *_):
     *inputs, initial, table, starts, inverse, cut = ctx.saved_tensors
+    q, _, v = inputs[:3]
+    if d_o is None:
+        d_o = torch.zeros_like(v)
+    if d_final is None:
+        d_final = q.new_zeros(q.shape[0] if starts is None else starts.shape[0] - 1, *q.shape[2:], v.shape[3], dtype=torch.float32)
     d_q, d_k, d_v, *rows, d_initial = _backward(d_o, d_final, *inputs, ctx.scale, initial, table, starts, inverse, cut)
     rows = [None if x is None else g.to(x.dtype) for x, g in zip(inputs[3:], rows, strict=True)]
     return d_q, d_k, d_v, *rows, None, None if initial is None else d_initial.to(initial.dtype), None, None
