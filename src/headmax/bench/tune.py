@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from headmax.bench.kernels import SPECS, TOLERANCE, error, ours
+from headmax.bench.timing import kernel_times
 from headmax.ops import triton_tiles
 from headmax.ops.spec import Case
 from headmax.ops.triton_tiles import Tiles
@@ -160,12 +160,8 @@ def times(op: str, width: str, rounds: int = 5) -> dict[str, float]:
     """Microseconds each kernel takes in one forward and backward pass of B=8 T=4096 H=4."""
     run = step(op, width, time=4096)
     run()
-    with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        for _ in range(rounds):
-            run()
-        torch.cuda.synchronize()
     known = CANDIDATES[op]
-    return {known[event.key][0]: event.device_time_total / rounds for event in trace.key_averages() if event.key in known}
+    return {known[kernel][0]: 1e6 * taken for kernel, (taken, _) in kernel_times(run, rounds).items() if kernel in known}
 
 
 def tune(pairs: Iterable[tuple[str, str]], processes: int, say: Callable[[str], None]) -> list[dict[str, Any]]:

@@ -67,6 +67,10 @@ class Layout:
     def chunks(self) -> int:
         return self.batch * triton.cdiv(self.time, self.chunk) if self.table is None else self.table.shape[0]
 
+    def states(self, q: Tensor, v: Tensor) -> tuple[int, ...]:
+        """The shape of the sequences' states [sequences, heads, key, value]."""
+        return self.sequences, *q.shape[2:], v.shape[3]
+
     def segments(self, blocks: int, processors: int, least: int = 2) -> int:
         """Into how many segments a scan cuts each sequence: enough to give every processor two of the `blocks` per sequence.
 
@@ -129,6 +133,15 @@ def segment_span(run, segments, table, starts, T, C: tl.constexpr, PACKED: tl.co
     span = tl.cdiv(chunks, segments)
     low = (run % segments) * span
     return first_chunk + low, tl.maximum(tl.minimum(span, chunks - low), 0), token + low.to(tl.int64) * C, end
+
+
+@triton.jit
+def nth(n, count, REVERSE: tl.constexpr):
+    """The n-th of `count`, counted from the last one if REVERSE."""
+    if REVERSE:
+        return count - 1 - n
+    else:
+        return n
 
 
 @triton.jit
@@ -217,10 +230,10 @@ def decay_rows(sums, count, C: tl.constexpr):
 @triton.jit
 def decay_matrix(b, log_decay, count, head, C: tl.constexpr, DECAY: tl.constexpr):
     """D [C, C] = 2^(b_i - b_j) below and on the diagonal, 0 above."""
-    rows = tl.arange(0, C).to(tl.float32)
     if DECAY == "none":
         between = tl.zeros([C, C], tl.float32)
     elif DECAY == "head":
+        rows = tl.arange(0, C).to(tl.float32)
         between = (rows[:, None] - rows[None, :]) * base_2(tl.load(log_decay + head).to(tl.float32))
     else:
         high = b.to(tl.float32)

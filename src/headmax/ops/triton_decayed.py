@@ -38,6 +38,7 @@ from headmax.ops.triton_common import (
     decay_rows,
     decay_sums,
     dot_precision,
+    nth,
     on_its_device,
     row_values,
     segment_span,
@@ -146,10 +147,7 @@ def scan_kernel(
     else:
         total = 0.0
     for i in range(chunks):
-        if REVERSE:
-            n = chunks - 1 - i
-        else:
-            n = i
+        n = nth(i, chunks, REVERSE)
         at = token + n * C
         count = tl.minimum(C, end - at).to(tl.int32)
         index = (first_chunk + n).to(tl.int64) * H + head
@@ -195,10 +193,7 @@ def carry_kernel(
         p_initial, in_initial = state_tile(initial, place, k_start, v_start, K, V, BK, BV)
         state += tl.load(p_initial, mask=in_initial, other=0.0).to(tl.float32)
     for i in range(segments):
-        if REVERSE:
-            run = sequence * segments + segments - 1 - i
-        else:
-            run = sequence * segments + i
+        run = sequence * segments + nth(i, segments, REVERSE)
         index = run.to(tl.int64) * H + head
         p_s, in_s = state_tile(ends, index, k_start, v_start, K, V, BK, BV)
         end = tl.load(p_s, mask=in_s, other=0.0)
@@ -492,8 +487,8 @@ def _forward(
 
 @_forward.register_fake
 def _(q, k, v, log_decay, read_gate, write_gate, scale, initial, table, starts):
-    sequences = q.shape[0] if starts is None else starts.shape[0] - 1
-    return torch.empty_like(v), q.new_empty(sequences, q.shape[2], q.shape[3], v.shape[3], dtype=torch.float32)
+    final = Layout(q.shape[0], q.shape[1], table, starts).states(q, v)
+    return torch.empty_like(v), q.new_empty(final, dtype=torch.float32)
 
 
 @torch.library.custom_op("headmax::decayed_attention_backward", mutates_args=())

@@ -27,6 +27,7 @@ from headmax.ops.triton_common import (
     decay_rows,
     decay_sums,
     dot_precision,
+    nth,
     on_its_device,
     row_values,
     segment_span,
@@ -216,10 +217,7 @@ def delta_carry_kernel(
             t_b += tl.load(p_b, mask=in_b, other=0.0).to(tl.float32)
         state = beside(state, t_b)
     for n in range(segments):
-        if REVERSE:
-            run = sequence * segments + segments - 1 - n
-        else:
-            run = sequence * segments + n
+        run = sequence * segments + nth(n, segments, REVERSE)
         index = run.to(tl.int64) * H + head
         handed = ()
         for i in tl.static_range(BLOCKS):
@@ -436,9 +434,8 @@ def _forward(
 
 @_forward.register_fake
 def _(q, k, v, log_decay, beta, read_gate, write_gate, scale, initial, table, starts):
-    sequences = q.shape[0] if starts is None else starts.shape[0] - 1
-    final = q.new_empty(sequences, q.shape[2], q.shape[3], v.shape[3], dtype=torch.float32)
-    cut = q.new_empty(cut_shape(k, v, Layout(q.shape[0], q.shape[1], table, starts)), dtype=torch.float32)
+    layout = Layout(q.shape[0], q.shape[1], table, starts)
+    final, cut = (q.new_empty(shape, dtype=torch.float32) for shape in (layout.states(q, v), cut_shape(k, v, layout)))
     return torch.empty_like(v), final, empty_inverse(k), cut
 
 
@@ -492,7 +489,7 @@ def _gradient(ctx, d_o, d_final, *_):
     if d_o is None:
         d_o = torch.zeros_like(v)
     if d_final is None:
-        d_final = q.new_zeros(q.shape[0] if starts is None else starts.shape[0] - 1, *q.shape[2:], v.shape[3], dtype=torch.float32)
+        d_final = q.new_zeros(Layout(q.shape[0], q.shape[1], table, starts).states(q, v), dtype=torch.float32)
     d_q, d_k, d_v, *rows, d_initial = _backward(d_o, d_final, *inputs, ctx.scale, initial, table, starts, inverse, cut)
     rows = [None if x is None else g.to(x.dtype) for x, g in zip(inputs[3:], rows, strict=True)]
     return d_q, d_k, d_v, *rows, None, None if initial is None else d_initial.to(initial.dtype), None, None
