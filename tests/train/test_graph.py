@@ -1,6 +1,7 @@
 """A replayed micro-step adds the gradients that it would have added, with operators on the same memory in the place of a CUDA graph."""
 
 import contextlib
+import copy
 import gc
 import weakref
 from collections.abc import Iterator
@@ -10,12 +11,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from headmax.train.graph import Replayed, side_stream
+from headmax.train.graph import Replayed, ReplayedUpdate, side_stream
+from headmax.train.optim import clip, step_unless
 from headmax.train.trainer import Trainer
 from tests.train.small import train
+
+MOMENTS: dict[Any, dict[str, Tensor]] = {}
+"""Of an optimizer that a test replays."""
 
 
 class Tape(TorchDispatchMode):
@@ -48,13 +54,15 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[nn.ModuleDict]:
     made = nn.ModuleDict({"used": nn.Linear(4, 4), "unused": nn.Linear(4, 4)})
 
     @contextlib.contextmanager
+    @torch.no_grad()
     def graph(tape: Tape, **_: Any) -> Iterator[None]:
         """A capture computes nothing."""
-        before = [(p.grad, p.grad.clone()) for p in made.parameters() if p.grad is not None]
-        with tape:
+        kept = [x for p in made.parameters() for x in (p, p.grad, *MOMENTS.get(p, {}).values()) if x is not None]
+        before = [x.clone() for x in kept]
+        with torch.enable_grad(), tape:
             yield
-        for gradient, old in before:
-            gradient.copy_(old)
+        for x, old in zip(kept, before, strict=True):
+            x.copy_(old)
 
     side_stream.cache_clear()
     fakes = {"graph": graph, "CUDAGraph": Tape, "Stream": lambda device: Stream(), "current_stream": Stream, "current_device": lambda: 0}
@@ -88,6 +96,44 @@ def test_gradients_of_any_shapes_in_any_order(model: nn.ModuleDict) -> None:
                 p.grad.fill_(float("nan"))
         model.zero_grad()
     assert len(replayed.captured) == 3
+
+
+def test_updates_are_those_of_the_optimizer(model: nn.ModuleDict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At any learning rate; none where a loss is not finite; and the optimizer's own settings are as they were."""
+    twin = copy.deepcopy(model)
+    random = torch.Generator().manual_seed(0)
+
+    def trainer(part: nn.ModuleDict) -> tuple[Any, Any, AdamW]:
+        optimizer = AdamW(part.parameters(), lr=0.5, fused=True)
+
+        def compute(x: Tensor) -> Tensor:
+            loss = part["used"](x).square().sum()
+            loss.backward()
+            return loss.detach()
+
+        def advance(loss: Tensor, lr: Tensor) -> Tensor:
+            norm = clip(part, 1.0)
+            step_unless(optimizer, 1.0 - norm.isfinite().float(), lr)
+            return torch.stack([loss, norm])
+
+        return compute, advance, optimizer
+
+    compute, advance, optimizer = trainer(model)
+    replayed = Replayed(compute, model.parameters())
+    update = ReplayedUpdate(advance, optimizer, replayed)
+    monkeypatch.setattr("tests.train.test_graph.MOMENTS", optimizer.state)
+    straight, stepped, _ = trainer(twin)
+    for n, size in enumerate([2, 3, 3, 2, 5, 3, 2]):
+        x = torch.randn(size, 4, generator=random)
+        if n == 4:
+            x[0, 0] = float("inf")
+        lr = torch.tensor(0.01 * (n + 1))
+        expected = stepped(straight(x), lr)
+        torch.testing.assert_close(update(replayed(x), lr), expected, equal_nan=True)
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p, q)
+    assert update.captured is not None
+    assert [group["capturable"] for group in optimizer.param_groups] == [False]
 
 
 def test_a_trainer_ends_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

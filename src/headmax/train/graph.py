@@ -1,4 +1,6 @@
-"""Forward and backward of a micro-batch as one CUDA graph: a small model then takes as long as its kernels, not as their launches."""
+"""Forward and backward of a micro-batch as one CUDA graph, and the optimizer's step as another: a small model then takes as long as its
+kernels, not as their launches.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 REHEARSALS = 2
 """Calls before a capture, in which kernels are compiled and libraries set up."""
@@ -82,3 +85,44 @@ class Replayed:
     def drop(self) -> None:
         for p in self.parameters:
             p.grad = None
+
+
+class ReplayedUpdate:
+    """A function of numbers on the device that steps an optimizer by the gradients of `replayed`, and drops them, at the end.
+
+    The first calls are made as they are, which sets up the optimizer's state. Its output is overwritten by the next call.
+    """
+
+    def __init__(self, function: Callable[..., Tensor], optimizer: Optimizer, replayed: Replayed) -> None:
+        self.function, self.optimizer, self.replayed = function, optimizer, replayed
+        self.calls = 0
+        self.captured: Captured | None = None
+
+    def __call__(self, *numbers: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls <= REHEARSALS:
+            return self.function(*numbers)
+        if self.captured is None:
+            self.captured = self.capture(numbers)
+        graph, places, output = self.captured
+        for place, x in zip(places, numbers, strict=True):
+            place.copy_(x)
+        graph.replay()
+        return output
+
+    def capture(self, numbers: tuple[Tensor, ...]) -> Captured:
+        """Gradients are zeroed where they are, for the next step to add to; the optimizer's settings stay as they are."""
+        places, groups = tuple(x.clone() for x in numbers), self.optimizer.param_groups
+        before = [dict(group) for group in groups]
+        for group in groups:
+            group["capturable"] = True
+        beside = side_stream(torch.cuda.current_device())
+        beside.wait_stream(torch.cuda.current_stream())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.replayed.pool, stream=beside, capture_error_mode="thread_local"):
+            output = self.function(*places)
+            torch._foreach_zero_([gradient for _, gradient in self.replayed.gradients])
+        for group, old in zip(groups, before, strict=True):
+            group.update(old)
+        self.replayed.lend()
+        return Captured(graph, places, output)

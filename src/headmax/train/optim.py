@@ -38,7 +38,7 @@ def clip(model: nn.Module, limit: float) -> Tensor:
     return norm
 
 
-def step_unless(optimizer: AdamW, skip: Tensor, lr: float) -> None:
+def step_unless(optimizer: AdamW, skip: Tensor, lr: float | Tensor) -> None:
     """One step at this learning rate, none where `skip` is 1.0: decided on the device, as GradScaler does, so that nothing waits."""
     for group in optimizer.param_groups:
         group["lr"] = lr

@@ -27,7 +27,7 @@ from headmax.train.config import TrainConfig, decisive, flatten
 from headmax.train.evaluate import balance, evaluate
 from headmax.train.faults import Interrupted, StopSignals, TrainingError, diagnose
 from headmax.train.feed import Feed, predicted, to
-from headmax.train.graph import Replayed
+from headmax.train.graph import Replayed, ReplayedUpdate
 from headmax.train.metrics import Line, Log, matmul_rate, memory, summarize
 from headmax.train.optim import build_optimizer, clip, learning_rate, step_unless
 from headmax.train.parallel import Replica, World, graphed, join
@@ -115,11 +115,11 @@ class Pending:
     """When they are there."""
 
     @classmethod
-    def send(cls, step: int, lr: float, numbers: list[Tensor]) -> Pending:
-        stacked = torch.stack(numbers)
-        if stacked.is_cuda:
-            stacked = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True).copy_(stacked, non_blocking=True)
-        return cls(step, lr, stacked, now(numbers[0].device))
+    def send(cls, step: int, lr: float, numbers: Tensor) -> Pending:
+        device = numbers.device
+        if numbers.is_cuda:
+            numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True).copy_(numbers, non_blocking=True)
+        return cls(step, lr, numbers, now(device))
 
     def read(self) -> list[float]:
         if isinstance(self.done, torch.cuda.Event):
@@ -150,6 +150,7 @@ class Trainer:
         self.model = self.replica.model
         self.replayed = Replayed(self.add_gradients, self.model.parameters()) if graphed(config, world) else None
         self.optimizer = build_optimizer(self.model, config.optim)
+        self.replayed_update = None if self.replayed is None else ReplayedUpdate(self.advance, self.optimizer, self.replayed)
         self.flops_per_token = 6 * sum(p.numel() for p in self.model.parameters())
         self.rate = matmul_rate(world.device) if world.main else None
         self.step, self.skipped, self.stop = 0, 0, False
@@ -215,15 +216,19 @@ class Trainer:
         return output.loss.detach()
 
     def update(self, loss: Tensor) -> Pending:
-        """One optimizer step, unless loss or gradient is not finite on some rank."""
+        lr = learning_rate(self.config, self.step * self.config.batch_tokens)
+        asked, self.step = torch.full((), float(self.signals.received is not None), device=loss.device), self.step + 1
+        if self.replayed_update is None:
+            return Pending.send(self.step, lr, self.advance(loss, asked, lr))
+        return Pending.send(self.step, lr, self.replayed_update(loss, asked, torch.full_like(loss, lr)))
+
+    def advance(self, loss: Tensor, asked: Tensor, lr: float | Tensor) -> Tensor:
+        """One optimizer step, unless loss or gradient is not finite on some rank; the numbers of `Pending`."""
         norm = clip(self.model, self.config.optim.grad_clip)
-        asked = torch.full((), float(self.signals.received is not None), device=loss.device)
         loss, asked = self.world.sum(torch.stack([loss, asked])).unbind()
         skip = 1.0 - (loss.isfinite() & norm.isfinite()).float()
-        lr = learning_rate(self.config, self.step * self.config.batch_tokens)
         step_unless(self.optimizer, skip, lr)
-        self.step += 1
-        return Pending.send(self.step, lr, [loss, norm, skip, asked])
+        return torch.stack([loss, norm, skip, asked])
 
     def finish(self, pending: Pending) -> None:
         """Reads a step's numbers, writes its line, and judges: stop on a signal, or after too many skipped steps."""
@@ -247,7 +252,7 @@ class Trainer:
         if skipped and self.skipped >= self.config.max_skipped_steps:
             again = self.feed.read(pending.step - 1)
             self.optimizer.zero_grad()
-            self.replayed = None
+            self.replayed = self.replayed_update = None
             found = diagnose(self.model, lambda: self.gradients(again), self.world)
             raise TrainingError(f"stopped at step {pending.step}: {self.skipped} steps were skipped (max_skipped_steps); {found}")
 
@@ -287,7 +292,7 @@ class Trainer:
             logger.info("%s: on from step %d", self.out, self.step)
 
     def close(self) -> None:
-        self.replayed = None  # it holds the trainer, and with it the optimizer
+        self.replayed = self.replayed_update = None  # they hold the trainer, and with it the optimizer
         if self.log is not None:
             self.log.close()
         self.checkpoints.sealer.shutdown()
