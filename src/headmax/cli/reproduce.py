@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Literal, get_args
 
-Part = Literal["rates", "language", "placement", "after", "heads", "scaling", "recall-rates", "recall"]
+Part = Literal["rates", "language", "placement", "after", "heads", "scaling", "gate-rates", "recall-rates", "recall", "recall-gate-rates"]
 
 
 def readme(paths: tuple[Path, ...] = (Path("README.md"), Path("docs/training.md"), Path("docs/performance.md"))) -> None:

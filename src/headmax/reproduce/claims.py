@@ -139,5 +139,5 @@ def verdicts(results: Results) -> Iterator[str]:
     yield "to be seen; where it was not, nothing is decided."
     yield ""
     yield "Could not be tested here: the paper's size and 15B tokens of SlimPajama (these models see other texts and are judged early in"
-    yield "training), SWDE and FDA (no data), contexts of 8K, and whether gated models want another learning rate than plain ones. Where a"
-    yield "table marks accuracies as chance, their differences are noise."
+    yield "training), SWDE and FDA (no data), contexts of 8K, and rates chosen by more than a seed. Where a table marks accuracies as"
+    yield "chance, their differences are noise."

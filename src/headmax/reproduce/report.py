@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -22,7 +22,6 @@ from headmax.reproduce.gates import gates
 from headmax.reproduce.needles import LENGTHS
 from headmax.reproduce.recommend import recommendation
 from headmax.reproduce.results import LOSS, MISSING, WORDS, Results, Seeds, percent, perplexity, recall_run, relative, show, table
-from headmax.reproduce.run import chosen
 from headmax.reproduce.runs import (
     BATCH,
     EPS,
@@ -32,7 +31,7 @@ from headmax.reproduce.runs import (
     LINEAR,
     PARTS,
     PLACES,
-    RATES,
+    RATE_STEPS,
     RECALL_SETTINGS,
     RECALL_STEPS,
     SEEDS,
@@ -69,12 +68,13 @@ def setup(results: Results) -> Lines:
     yield f"Runs of {SHORT} steps (heads, sizes, and RetNet and GDN with a read gate after the norm) have plain models of their own, since"
     yield "they may have read other texts, as the checksum in their records says; nothing is compared across texts but the learning rates."
     yield ""
-    rows = [[TITLES[backbone], *tried(results, Run(backbone))] for backbone in BACKBONES]
-    yield table(["learning rate, validation loss after fewer steps", *(f"{rate:g}" for rate in RATES["text"]), "taken"], rows)
+    rates = {TITLES[b]: Run(b).rates() for b in BACKBONES}
+    rates |= {f"{TITLES[b]}, {WORDS[v]}": Run(b).rates(v) for b in LINEAR for v in KINDS[1:3]}
+    yield tried(results, rates)
     yield ""
-    yield "The rate is chosen for the plain model, at this size with 4 heads and seed 0, and taken for all gates, sizes and numbers of"
-    yield "heads of its backbone. One seed cannot tell rates apart whose losses are close, and where gates change the size of what a layer"
-    yield "adds, another rate might suit them better."
+    yield f"After {RATE_STEPS} steps. The rate that is best for the plain model, at this size with 4 heads and seed 0, is taken for all"
+    yield "gates, sizes and numbers of heads of its backbone. Rows with gates say whether gates would have chosen another; they may have"
+    yield "read other texts and are not to be compared with those without. One seed cannot tell rates apart whose losses are close."
     yield ""
     for part in PARTS:
         wanted = runs([part])
@@ -89,13 +89,21 @@ def setup(results: Results) -> Lines:
             yield f"- {record.case}, seed {record.seed}, could not be trained: {record.extra['error']}"
 
 
-def tried(results: Results, run: Run) -> list[str]:
-    """The losses of the rates that were tried, and the rate that was taken."""
-    rates, best = run.rates(), MISSING
-    if results.runs.issuperset(rates):
-        lr = chosen(run, results.records_of_runs)
-        best = f"{lr:g}" + ", the edge of those tried" * (lr in (rates[0].lr, rates[-1].lr))
-    return [*(three(results.record(LOSS, rate)) for rate in rates), best]
+def tried(results: Results, of: Mapping[str, Sequence[Run]]) -> str:
+    """The losses of learning rates by model, and the best rate of each; of gates only where some were tried."""
+    rows = []
+    for name, rates in of.items():
+        if rates[0].variant == "plain" or results.runs.intersection(rates):
+            lr = found.lr if (found := best(results, rates)) else None
+            word = MISSING if lr is None else f"{lr:g}" + ", the edge of those tried" * (lr in (rates[0].lr, rates[-1].lr))
+            rows.append([name, *(three(results.record(LOSS, rate)) for rate in rates), word])
+    return table(["learning rate, validation loss", *(f"{rate.lr:g}" for rate in rates), "best"], rows)
+
+
+def best(results: Results, rates: Sequence[Run]) -> Run | None:
+    """The run of the lowest loss, when all were tried."""
+    losses = {rate: record.value for rate in rates if (record := results.record(LOSS, rate)) is not None}
+    return min(losses, key=lambda rate: losses[rate]) if losses and results.runs.issuperset(rates) else None
 
 
 def three(record: Record | None) -> str:
@@ -240,8 +248,15 @@ def recall(results: Results) -> Lines:
     yield f"MQAR, 2 layers x 128 with short convolutions, {RECALL_STEPS} steps of 64 sequences; accuracy on held-out ones. In hard"
     yield "settings it still rises at the end, so that this measures how fast models learn as well; the mean over training does so more."
     yield ""
-    rows = [[TITLES[b], *tried(results, recall_run(b, "plain", 32, 4))] for b in LINEAR]
-    yield table(["learning rate, validation loss", *(f"{rate:g}" for rate in RATES["recall"]), "taken"], rows)
+    rates = {(b, v): recall_run(b, "plain", 32, 4).rates(v) for b in LINEAR for v in PLACES}
+    yield tried(results, {f"{TITLES[b]}, {WORDS[v]}": each for (b, v), each in rates.items()})
+    yield ""
+    found = {key: best(results, each) for key, each in rates.items()}
+    if all(found.values()):
+        rows = [[TITLES[b], *(accuracy(results, run) for v in PLACES if (run := found[b, v]))] for b in LINEAR]
+        yield table(["accuracy, each at its best rate", *(WORDS[v] for v in PLACES)], rows)
+        yield ""
+    yield "Those were of 32 pairs, 4 heads and one seed. All that follows is at the rate that is best for the plain model of the backbone."
     yield ""
     for backbone in LINEAR:
         rows = [
@@ -262,7 +277,7 @@ def recall(results: Results) -> Lines:
         yield table([f"{metric}, mean of all settings", *(f"{WORDS[one]} less {WORDS[other]}" for one, other in pairs)], rows)
         yield ""
     yield f"† within {tables.ERRORS} standard errors of guessing among the values, or below. Mean ± standard deviation over seeds; the"
-    yield "differences are taken seed by seed. The rates are those of plain models at 32 pairs and 4 heads."
+    yield "differences are taken seed by seed."
 
 
 def accuracy(results: Results, run: Run) -> str:
@@ -296,9 +311,9 @@ def again(results: Results) -> Lines:
     yield "headmax reproduce prepare DATA --eval-data TASKS                           # what the tasks ask, and needles; needs lm-eval"
     yield "headmax reproduce run rates --data DATA --out OUT"
     yield "headmax reproduce run language placement --data DATA --out OUT --budget-seconds 540"
-    yield "headmax reproduce run after heads scaling --data DATA --out OUT --budget-seconds 540   # or other texts: they have plain models"
+    yield "headmax reproduce run after heads scaling gate-rates --data DATA --out OUT --budget-seconds 540   # or other texts"
     yield "headmax reproduce run recall-rates --out OUT"
-    yield "headmax reproduce run recall --out OUT --budget-seconds 540"
+    yield "headmax reproduce run recall recall-gate-rates --out OUT --budget-seconds 540"
     yield "headmax reproduce collect OUT --data DATA --eval-data TASKS                # into benchmarks/results; needs lm-eval"
     yield "headmax reproduce report"
     yield "```"

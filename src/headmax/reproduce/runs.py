@@ -18,7 +18,7 @@ LENGTH, BATCH = 2048, 16
 STEPS, SHORT, RATE_STEPS, NEEDLE_STEPS, RECALL_STEPS = 512, 384, 160, 100, 2000
 """Of most language models, of those of some parts (which have plain models of their own), and of other runs."""
 RATES = {"text": (5e-4, 1e-3, 2e-3, 4e-3), "recall": (3e-4, 1e-3, 3e-3, 1e-2)}
-"""Learning rates that the plain model of each backbone tries."""
+"""Learning rates that each backbone tries."""
 SEEDS = (0, 1, 2)
 LINEAR = ("gla", "retnet", "gdn")
 GATES: tuple[Literal["softmax", "uniform", "sigmoid"], ...] = ("softmax", "uniform", "sigmoid")
@@ -94,11 +94,11 @@ class Run:
         """The plain model of the same seed, whose initial parameters this one takes over."""
         return replace(self, variant="plain")
 
-    def rates(self) -> list[Run]:
-        """The runs that choose the learning rate."""
+    def rates(self, variant: str = "plain") -> list[Run]:
+        """The runs that choose the learning rate, which are those of the plain model; or what other variants make of the same rates."""
         if self.kind == "text":
-            return [Run(self.backbone, size=SIZES[1], steps=RATE_STEPS, lr=lr) for lr in RATES["text"]]
-        return [Run(self.backbone, size=self.size, lr=lr, steps=RECALL_STEPS, pairs=32) for lr in RATES["recall"]]
+            return [Run(self.backbone, variant, SIZES[1], steps=RATE_STEPS, lr=lr) for lr in RATES["text"]]
+        return [Run(self.backbone, variant, self.size, lr=lr, steps=RECALL_STEPS, pairs=32) for lr in RATES["recall"]]
 
     def model(self, vocab_size: int) -> HeadmaxConfig:
         layers, hidden = map(int, self.size.split("x"))
@@ -185,6 +185,18 @@ def recall_rates(seed: int) -> Iterator[Run]:
         yield from (rate for run in recall(seed) for rate in run.rates())
 
 
+def gate_rates(seed: int) -> Iterator[Run]:
+    """Would gates choose another rate than the plain model did?"""
+    if seed == 0:
+        yield from (rate for backbone in LINEAR for variant in KINDS[1:3] for rate in Run(backbone).rates(variant))
+
+
+def recall_gate_rates(seed: int) -> Iterator[Run]:
+    if seed == 0:
+        models = (Run(backbone, size="2x128", pairs=32) for backbone in LINEAR)
+        yield from (rate for run in models for variant in PLACES[1:] for rate in run.rates(variant))
+
+
 PARTS = {
     "rates": rates,
     "language": language,
@@ -192,8 +204,10 @@ PARTS = {
     "after": after,
     "heads": heads,
     "scaling": scaling,
+    "gate-rates": gate_rates,
     "recall-rates": recall_rates,
     "recall": recall,
+    "recall-gate-rates": recall_gate_rates,
 }
 """The runs of one seed, by part."""
 
