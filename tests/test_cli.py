@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,27 +17,43 @@ def headmax(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-m", "headmax", *arguments], capture_output=True, text=True, check=False)
 
 
+Called = Callable[..., subprocess.CompletedProcess]
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Called:
+    """`headmax` in this process, which has imported everything."""
+
+    def call(*arguments: str) -> subprocess.CompletedProcess:
+        monkeypatch.setattr(sys, "argv", ["headmax", *arguments])
+        code: object = 0
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code
+        said = capsys.readouterr()
+        return subprocess.CompletedProcess(arguments, int(str(code)), said.out, said.err)
+
+    return call
+
+
 COMMANDS = [[name] for name in commands([])]
 COMMANDS += [[name, member] for name, command in commands([]).items() if isinstance(command, tuple) for member in command[1]]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_every_command_has_help(command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["headmax", *command, "--help"])
-    with pytest.raises(SystemExit) as end:
-        main()
-    assert end.value.code == 0
-    usage, about = capsys.readouterr().out.split("\n\n")[:2]
+def test_every_command_has_help(command: list[str], called: Called) -> None:
+    done = called(*command, "--help")
+    assert done.returncode == 0
+    usage, about = done.stdout.split("\n\n")[:2]
     assert usage.startswith(f"usage: headmax {' '.join(command)} [-h]")
     assert about.endswith("."), about
 
 
-def test_help_of_a_recipe_has_its_defaults(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["headmax", "train", "mqar-gla", "--out", "gla-tiny", "--help"])
-    with pytest.raises(SystemExit) as end:
-        main()
-    assert end.value.code == 0
-    assert "--task.num-pairs" in capsys.readouterr().out
+def test_help_of_a_recipe_has_its_defaults(called: Called) -> None:
+    done = called("train", "mqar-gla", "--out", "gla-tiny", "--help")
+    assert done.returncode == 0
+    assert "--task.num-pairs" in done.stdout
 
 
 def test_help_names_every_command() -> None:
@@ -45,8 +62,8 @@ def test_help_names_every_command() -> None:
     assert "{recipes,plan,demo,data,train,curves,convert,generate,eval,inspect,bench,reproduce}" in done.stdout
 
 
-def test_recipes_lists_counts_and_states() -> None:
-    done = headmax("recipes")
+def test_recipes_lists_counts_and_states(called: Called) -> None:
+    done = called("recipes")
     line = next(line for line in done.stdout.splitlines() if "softmax-gla-340m" in line)
     for figure in ("24 x 1024", "341,732,352", "308,964,352", "24,576", "12,288 KiB"):
         assert figure in line
@@ -66,8 +83,8 @@ def test_recipes_lists_counts_and_states() -> None:
         (["plan", "softmax-gla-340m", "--tokens", "many"], "--tokens must be a number such as 500000, 15e9, 0.5M or 15B, got 'many'"),
     ],
 )
-def test_bad_input_ends_with_code_2_and_one_clear_line(arguments: list[str], message: str, tmp_path: Path) -> None:
-    done = headmax(*arguments, *(["--out", str(tmp_path)] if arguments[0] == "demo" else []))
+def test_bad_input_ends_with_code_2_and_one_clear_line(arguments: list[str], message: str, called: Called, tmp_path: Path) -> None:
+    done = called(*arguments, *(["--out", str(tmp_path)] if arguments[0] == "demo" else []))
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
@@ -140,15 +157,15 @@ def test_kernel_benchmark_checks_before_it_times(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says that there is no GPU")
-def test_benchmarks_refuse_bad_input_in_one_line(arguments: list[str], said: str) -> None:
-    done = headmax(*arguments)
+def test_benchmarks_refuse_bad_input_in_one_line(arguments: list[str], said: str, called: Called) -> None:
+    done = called(*arguments)
     assert done.returncode == 2
     assert said in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_plan_prints_a_row_for_every_number_of_gpus() -> None:
-    done = headmax("plan", "softmax-gla-340m", "--gpu", "h20", "--gpus", "24", "--batch-tokens", "688128", "--parallel", "fsdp")
+def test_plan_prints_a_row_for_every_number_of_gpus(called: Called) -> None:
+    done = called("plan", "softmax-gla-340m", "--gpu", "h20", "--gpus", "24", "--batch-tokens", "688128", "--parallel", "fsdp")
     assert done.returncode == 0, done.stderr
     numbers = [line.split()[0].rstrip("*") for line in done.stdout.splitlines() if " fsdp " in line and line.split()[1] == "fsdp"]
     assert numbers == ["1", "2", "4", "8", "16", "24", "32", "64", "128", "256", "512", "1024"]
