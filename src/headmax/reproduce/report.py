@@ -22,6 +22,7 @@ from headmax.reproduce.gates import gates
 from headmax.reproduce.needles import LENGTHS
 from headmax.reproduce.recommend import recommendation
 from headmax.reproduce.results import LOSS, MISSING, WORDS, Results, Seeds, percent, perplexity, recall_run, relative, show, table
+from headmax.reproduce.run import best
 from headmax.reproduce.runs import (
     BATCH,
     EPS,
@@ -94,16 +95,10 @@ def tried(results: Results, of: Mapping[str, Sequence[Run]]) -> str:
     rows = []
     for name, rates in of.items():
         if rates[0].variant == "plain" or results.runs.intersection(rates):
-            lr = found.lr if (found := best(results, rates)) else None
+            lr = found.lr if (found := best(rates, results.records_of_runs)) else None
             word = MISSING if lr is None else f"{lr:g}" + ", the edge of those tried" * (lr in (rates[0].lr, rates[-1].lr))
             rows.append([name, *(three(results.record(LOSS, rate)) for rate in rates), word])
     return table(["learning rate, validation loss", *(f"{rate.lr:g}" for rate in rates), "best"], rows)
-
-
-def best(results: Results, rates: Sequence[Run]) -> Run | None:
-    """The run of the lowest loss, when all were tried."""
-    losses = {rate: record.value for rate in rates if (record := results.record(LOSS, rate)) is not None}
-    return min(losses, key=lambda rate: losses[rate]) if losses and results.runs.issuperset(rates) else None
 
 
 def three(record: Record | None) -> str:
@@ -251,7 +246,7 @@ def recall(results: Results) -> Lines:
     rates = {(b, v): recall_run(b, "plain", 32, 4).rates(v) for b in LINEAR for v in PLACES}
     yield tried(results, {f"{TITLES[b]}, {WORDS[v]}": each for (b, v), each in rates.items()})
     yield ""
-    found = {key: best(results, each) for key, each in rates.items()}
+    found = {key: best(each, results.records_of_runs) for key, each in rates.items()}
     if all(found.values()):
         rows = [[TITLES[b], *(accuracy(results, run) for v in PLACES if (run := found[b, v]))] for b in LINEAR]
         yield table(["accuracy, each at its best rate", *(WORDS[v] for v in PLACES)], rows)

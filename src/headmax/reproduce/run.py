@@ -113,17 +113,22 @@ def finished(found: Iterable[Record]) -> set[Run]:
     return {Run(**record.extra["run"]) for record in found if record.metric == DONE}
 
 
+def best(rates: Sequence[Run], found: Iterable[Record]) -> Run | None:
+    """The run of the lowest validation loss, when all are recorded."""
+    found = list(found)
+    losses = {Run(**r.extra["run"]): r.value for r in found if r.metric == "validation loss"}
+    return min(rates, key=lambda rate: losses.get(rate, math.inf)) if finished(found).issuperset(rates) else None
+
+
 def chosen(run: Run, found: Iterable[Record]) -> float:
     """The learning rate: the run's own, or the one at which the plain model of its backbone came to the lowest validation loss."""
     if run.lr is not None:
         return run.lr
-    found = list(found)
-    losses = {Run(**r.extra["run"]): r.value for r in found if r.metric == "validation loss"}
-    tried = {rate.lr: losses.get(rate, math.inf) for rate in run.rates() if rate in finished(found)}
-    if len(tried) < len(run.rates()):
-        part = "rates" if run.kind == "text" else "recall-rates"
-        raise ValueError(f"{run.name}: {len(tried)} of {len(run.rates())} learning rates were tried with {run.backbone}; run {part} first")
-    return min(tried, key=lambda lr: tried[lr])  # type: ignore[return-value]
+    rates, found = run.rates(), list(found)
+    if (taken := best(rates, found)) is None:
+        part, tried = "rates" if run.kind == "text" else "recall-rates", len(finished(found).intersection(rates))
+        raise ValueError(f"{run.name}: {tried} of {len(rates)} learning rates were tried with {run.backbone}; run {part} first")
+    return taken.lr  # type: ignore[return-value]
 
 
 def train(run: Run, lr: float, data: Path | None, folder: Path, device: str, show: Callable[[Line], None]) -> HeadmaxForCausalLM:

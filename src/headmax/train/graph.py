@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +25,23 @@ def side_stream(device: int) -> torch.cuda.Stream:
 
 class Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
-    inputs: tuple[Tensor, ...]
+    places: tuple[Tensor, ...]
     output: Tensor
+
+    @classmethod
+    def of(cls, function: Callable[..., Tensor], places: tuple[Tensor, ...], pool: Any) -> Captured:
+        beside, graph = side_stream(torch.cuda.current_device()), torch.cuda.CUDAGraph()
+        beside.wait_stream(torch.cuda.current_stream())
+        # Batches are read, and put into pinned memory, by another thread.
+        with torch.cuda.graph(graph, pool=pool, stream=beside, capture_error_mode="thread_local"):
+            output = function(*places)
+        return cls(graph, places, output)
+
+    def __call__(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        for place, x in zip(self.places, inputs, strict=True):
+            place.copy_(x)
+        self.graph.replay()
+        return self.output
 
 
 class Replayed:
@@ -45,14 +60,10 @@ class Replayed:
         shapes = tuple(x.shape for x in inputs)
         if shapes not in self.captured:
             self.captured[shapes] = self.capture(inputs)
-        graph, places, output = self.captured[shapes]
         if all(p.grad is None for p in self.parameters):
             torch._foreach_zero_([gradient for _, gradient in self.gradients])
             self.lend()
-        for place, x in zip(places, inputs, strict=True):
-            place.copy_(x)
-        graph.replay()
-        return output
+        return self.captured[shapes](inputs)
 
     def capture(self, inputs: tuple[Tensor, ...]) -> Captured:
         """Gradients that are there already stay as they are."""
@@ -68,13 +79,10 @@ class Replayed:
             self.gradients = [(p, torch.zeros_like(p)) for p in self.parameters if p.grad is not None]
         assert [id(p) for p, _ in self.gradients] == [id(p) for p in self.parameters if p.grad is not None]
         self.lend()
-        graph = torch.cuda.CUDAGraph()
-        # Batches are read, and put into pinned memory, by another thread.
-        with torch.cuda.graph(graph, pool=self.pool, stream=beside, capture_error_mode="thread_local"):
-            output = self.function(*places)
+        captured = Captured.of(self.function, places, self.pool)
         for p, gradient in zip(self.parameters, before, strict=True):
             p.grad = gradient
-        return Captured(graph, places, output)
+        return captured
 
     def lend(self) -> None:
         """The places that graphs add to become the parameters' gradients, until somebody drops them."""
@@ -104,25 +112,22 @@ class ReplayedUpdate:
             return self.function(*numbers)
         if self.captured is None:
             self.captured = self.capture(numbers)
-        graph, places, output = self.captured
-        for place, x in zip(places, numbers, strict=True):
-            place.copy_(x)
-        graph.replay()
-        return output
+        return self.captured(numbers)
 
     def capture(self, numbers: tuple[Tensor, ...]) -> Captured:
         """Gradients are zeroed where they are, for the next step to add to; the optimizer's settings stay as they are."""
-        places, groups = tuple(x.clone() for x in numbers), self.optimizer.param_groups
+        groups = self.optimizer.param_groups
         before = [dict(group) for group in groups]
         for group in groups:
             group["capturable"] = True
-        beside = side_stream(torch.cuda.current_device())
-        beside.wait_stream(torch.cuda.current_stream())
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.replayed.pool, stream=beside, capture_error_mode="thread_local"):
-            output = self.function(*places)
+
+        def whole(*numbers: Tensor) -> Tensor:
+            output = self.function(*numbers)
             torch._foreach_zero_([gradient for _, gradient in self.replayed.gradients])
+            return output
+
+        captured = Captured.of(whole, tuple(x.clone() for x in numbers), self.replayed.pool)
         for group, old in zip(groups, before, strict=True):
             group.update(old)
         self.replayed.lend()
-        return Captured(graph, places, output)
+        return captured
