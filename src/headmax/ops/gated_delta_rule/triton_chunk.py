@@ -95,17 +95,20 @@ def delta_writes_kernel(
         lower *= strength[:, None]
         t_i = unit_lower_inverse(tl.where(rows[:, None] > rows[None, :], lower, 0.0), C, PRECISION)
         tl.store(p_i, t_i, mask=in_i)
+    # the factors of the rows of k and v go to the inverse's columns, so that k and v go to their products as they are
+    write = row_values(write_gate, first, count, head, H, C, WRITE)
+    of_keys = (t_i * (strength * from_start)[None, :]).to(k.dtype.element_ty)
+    of_values = (t_i * (strength * write)[None, :]).to(v.dtype.element_ty)
     for k_start in range(0, K, BK):
         p_k, in_k = tile(k, first, count, head, k_start, H, K, C, BK)
-        t_k = tl.load(p_k, mask=in_k, other=0.0).to(tl.float32) * (strength * from_start)[:, None]
         p_e, in_e = tile(erase, first, count, head, k_start, H, K, C, BK)
-        tl.store(p_e, tl.dot(t_i, t_k, input_precision=PRECISION).to(erase.dtype.element_ty), mask=in_k)
-    strength *= row_values(write_gate, first, count, head, H, C, WRITE)
+        t_e = tl.dot(of_keys, tl.load(p_k, mask=in_k, other=0.0), input_precision=PRECISION)
+        tl.store(p_e, t_e.to(erase.dtype.element_ty), mask=in_e)
     for v_start in range(0, V, BV):
         p_v, in_v = tile(v, first, count, head, v_start, H, V, C, BV)
-        t_v = tl.load(p_v, mask=in_v, other=0.0).to(tl.float32) * strength[:, None]
         p_f, in_f = tile(fresh, first, count, head, v_start, H, V, C, BV)
-        tl.store(p_f, tl.dot(t_i, t_v, input_precision=PRECISION).to(fresh.dtype.element_ty), mask=in_v)
+        t_f = tl.dot(of_values, tl.load(p_v, mask=in_v, other=0.0), input_precision=PRECISION)
+        tl.store(p_f, t_f.to(fresh.dtype.element_ty), mask=in_f)
 
 
 @triton.jit
@@ -245,7 +248,10 @@ def delta_write_gradients_kernel(
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr,
     WRITE: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """From dU back through u = (I + L)^-1 (β write_gate v - β exp(b) k S): adds to d_k and d_decay, gives d_v, d_beta, d_write."""
+    """From dU back through u = (I + L)^-1 (β write_gate v - β exp(b) k S): adds to d_k and d_decay, gives d_v, d_beta, d_write.
+
+    The inverse meets wide tiles in their own dtype. Where terms cancel, in d_beta, it stays float32: v dU^T = `met` is summed with it.
+    """
     chunk, head = tl.program_id(0), tl.program_id(1)
     first, count = chunk_span(chunk, table, T, C, PACKED)
     rows = tl.arange(0, C)
@@ -255,46 +261,40 @@ def delta_write_gradients_kernel(
     write = row_values(write_gate, first, count, head, H, C, WRITE)
     p_i, in_i = tile(inverse, first, count, head, 0, H, C, C, C)
     t_i = tl.load(p_i, mask=in_i, other=0.0)
-    back = tl.trans(t_i)
-    d_inverse, sum_beta, sum_write, sum_b = (
-        tl.zeros([C, C], tl.float32),
-        tl.zeros([C], tl.float32),
-        tl.zeros([C], tl.float32),
-        tl.zeros([C], tl.float32),
-    )
+    back = tl.trans(t_i.to(k.dtype.element_ty))
+    met = tl.zeros([C, C], tl.float32)
     for v_start in range(0, V, BV):
         p_v, in_v = tile(v, first, count, head, v_start, H, V, C, BV)
         p_u, in_u = tile(d_u, first, count, head, v_start, H, V, C, BV)
         t_v, t_u = tl.load(p_v, mask=in_v, other=0.0), tl.load(p_u, mask=in_v, other=0.0)
-        strong = (t_v.to(tl.float32) * (strength * write)[:, None]).to(t_v.dtype)
-        d_inverse += tl.dot(t_u, tl.trans(strong), input_precision=PRECISION)
-        g_v = tl.dot(back, t_u.to(tl.float32), input_precision=PRECISION)
+        met += tl.dot(t_v, tl.trans(t_u), input_precision=PRECISION)
         p_dv, in_dv = tile(d_v, first, count, head, v_start, H, V, C, BV)
-        tl.store(p_dv, (g_v * (strength * write)[:, None]).to(d_v.dtype.element_ty), mask=in_v)
-        along = tl.sum(g_v * t_v.to(tl.float32), 1)
-        sum_beta += along * write
-        sum_write += along * strength
+        g_v = tl.dot(back, t_u, input_precision=PRECISION) * (strength * write)[:, None]
+        tl.store(p_dv, g_v.to(d_v.dtype.element_ty), mask=in_v)
+    along = tl.sum(met * tl.trans(t_i), 1)
+    sum_beta, sum_write = along * write, along * strength
+    d_inverse = met * (strength * write)[:, None]
+    met = tl.zeros([C, C], tl.float32)
     for k_start in range(0, K, BK):
         d_erase = tl.zeros([C, BK], tl.float32)
         for v_start in range(0, V, BV):
             p_u, in_v = tile(d_u, first, count, head, v_start, H, V, C, BV)
             p_s, in_s = state_tile(states, chunk.to(tl.int64) * H + head, k_start, v_start, K, V, BK, BV)
             t_u, t_s = tl.load(p_u, mask=in_v, other=0.0), tl.load(p_s, mask=in_s, other=0.0)
-            d_erase -= tl.dot(t_u, tl.trans(t_s), input_precision=PRECISION)
+            d_erase += tl.dot(t_u, tl.trans(t_s), input_precision=PRECISION)
         p_k, in_k = tile(k, first, count, head, k_start, H, K, C, BK)
-        t_k = tl.load(p_k, mask=in_k, other=0.0)
-        strong = (t_k.to(tl.float32) * (strength * from_start)[:, None]).to(t_k.dtype)
-        rounded = d_erase.to(t_k.dtype)
-        d_inverse += tl.dot(rounded, tl.trans(strong), input_precision=PRECISION)
-        g_k = tl.dot(back, d_erase, input_precision=PRECISION)
         p_dk, in_dk = tile(d_k, first, count, head, k_start, H, K, C, BK)
+        rounded = (-d_erase).to(k.dtype.element_ty)
+        met += tl.dot(tl.load(p_k, mask=in_k, other=0.0), tl.trans(rounded), input_precision=PRECISION)
+        g_k = tl.dot(back, rounded, input_precision=PRECISION) * (strength * from_start)[:, None]
         before = tl.load(p_dk, mask=in_k, other=0.0).to(tl.float32)
-        tl.store(p_dk, (before + g_k * (strength * from_start)[:, None]).to(d_k.dtype.element_ty), mask=in_k)
-        along = tl.sum(g_k * t_k.to(tl.float32), 1) * from_start
-        sum_beta += along
-        sum_b += along * strength
-    # d(I + L)^-1 = -(I + L)^-1 dL (I + L)^-1
-    d_lower = -tl.dot(tl.dot(back, d_inverse, input_precision=PRECISION), back, input_precision=PRECISION)
+        tl.store(p_dk, (before + g_k).to(d_k.dtype.element_ty), mask=in_k)
+    along = tl.sum(met * tl.trans(t_i), 1) * from_start
+    sum_beta += along
+    sum_b = along * strength
+    d_inverse += met * (strength * from_start)[:, None]
+    # d(I + L)^-1 = -(I + L)^-1 dL (I + L)^-1, all of it transposed
+    d_lower = -tl.trans(tl.dot(tl.dot(t_i, d_inverse, input_precision=PRECISION), t_i, input_precision=PRECISION))
     products = key_products(k, first, count, head, H, K, C, BK, PRECISION)
     d_lower *= decay_matrix(b, log_decay, count, head, C, DECAY)
     d_lower = tl.where(rows[:, None] > rows[None, :], d_lower, 0.0)
