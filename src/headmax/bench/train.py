@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from headmax import HeadmaxForCausalLM, recipes
 from headmax.bench.isolated import isolated
-from headmax.bench.timing import Ceilings, paired, seconds
+from headmax.bench.timing import Ceilings, kernel_times, paired, seconds
 from headmax.records import Record, Recorder
 
 STEP_AHEAD = 100_000_000
@@ -202,11 +203,41 @@ def measure(plan: Plan) -> Iterator[Record]:
             yield make(case, impl, f"{variant}/tokens per second", length * batch / taken, "tokens/s", None, **how)
             yield make(case, impl, f"{variant}/peak memory", peaks[impl, variant] / 2**30, "GiB")
             yield make(case, impl, f"{variant}/MFU", 6 * size * length * batch / taken / rate, "of the measured matmul rate")
+        if (length, batch) == plan.grid[0]:
+            for (impl, variant), times_of in device_times(steps).items():
+                for kind, (taken, launches) in times_of.items():
+                    yield make(case, impl, f"{variant}/device time/{kind}", 1e3 * taken, "ms", launches=launches)
         if len(steps) == 2:
             ratio, interval = paired(times["headmax", "softmax"], times["headmax", "plain"])
             yield make(case, "headmax", "softmax over plain/time", ratio, "ratio", interval=interval)
             memory = peaks["headmax", "softmax"] / peaks["headmax", "plain"]
             yield make(case, "headmax", "softmax over plain/memory", memory, "ratio")
+
+
+def device_times(steps: Mapping[tuple[str, str], Step], rounds: int = 5) -> dict[tuple[str, str], dict[str, tuple[float, float]]]:
+    """Seconds on the GPU and launches of each kind of kernel in a step: the median of rounds in which the models take turns."""
+    found: dict[tuple[str, str], dict[str, list[tuple[float, float]]]] = {key: {} for key in steps}
+    for _ in range(rounds):
+        for key, step in steps.items():
+            sums: dict[str, tuple[float, float]] = {}
+            for name, (taken, launches) in kernel_times(step, 1).items():
+                before = sums.get(kind := kind_of(name), (0.0, 0.0))
+                sums[kind] = before[0] + taken, before[1] + launches
+            for kind, pair in sums.items():
+                found[key].setdefault(kind, []).append(pair)
+    return {key: {kind: sorted(pairs)[len(pairs) // 2] for kind, pairs in kinds.items()} for key, kinds in found.items()}
+
+
+def kind_of(kernel: str) -> str:
+    """What a kernel of a step is there for, by its name and, if it is ours, by where it is written."""
+    if any(part in kernel for part in ("nvjet", "gemm", "cutlass")):
+        return "matrix products"
+    if kernel.startswith("triton_"):
+        return "compiled passes"
+    for module in ("ops", "layers"):
+        if any(hasattr(m, kernel) for name, m in list(sys.modules.items()) if name.startswith(f"headmax.{module}.")):
+            return f"headmax.{module}"
+    return "optimizer and others"
 
 
 def own_bytes(step: Step) -> int:

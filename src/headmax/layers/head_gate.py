@@ -98,10 +98,10 @@ class HeadGate(Initialized):
             )
         self.num_heads, self.read, self.write = num_heads, read, write
         self.source, self.kind, self.scale, self.temperature, self.init_std = source, kind, scale, temperature, init_std
-        width = {"head": head_dim, "hidden_heads": hidden_size // num_heads, "hidden": hidden_size}[source]
+        self.width = {"head": head_dim, "hidden_heads": hidden_size // num_heads, "hidden": hidden_size}[source]
         learned = kind != "uniform"
-        self.read_weight = nn.Parameter(torch.empty(num_heads, width)) if read and learned else None
-        self.write_weight = nn.Parameter(torch.empty(num_heads, width)) if write and learned else None
+        self.read_weight = nn.Parameter(torch.empty(num_heads, self.width)) if read and learned else None
+        self.write_weight = nn.Parameter(torch.empty(num_heads, self.width)) if write and learned else None
         self.reset_parameters()
 
     def initial_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
@@ -109,25 +109,26 @@ class HeadGate(Initialized):
             if weight is not None:
                 yield weight, torch.randn_like(weight) * self.init_std
 
-    def rows(self, query: Tensor, key: Tensor) -> list[Tensor]:
-        """The scores as matrices [H,E] on the hidden state: <W_h x, w_h> = <x, W_h^T w_h>, q and k being `query` and `key` times x."""
+    def rows(self, query: Tensor, key: Tensor) -> Tensor | None:
+        """The scores as a matrix on the hidden state, [H,E] to read above [H,E] to write, None where nothing is scored.
 
-        def folded(matrix: Tensor, weight: Tensor) -> Tensor:
-            heads = matrix.shape[0] // weight.shape[1]
-            return (weight.unflatten(0, (heads, -1)).unsqueeze(-1) * matrix.unflatten(0, (heads, 1, -1))).sum(2).flatten(0, 1)
-
+        q and k being `query` and `key` times x, <W_h x, w_h> = <x, W_h^T w_h>. Both are summed together, which compiles to one kernel.
+        """
         pairs = [(m, w) for m, w in ((query, self.read_weight), (key, self.write_weight)) if w is not None]
-        return [folded(matrix, weight) for matrix, weight in pairs] if self.source == "head" else [self._spread(w) for _, w in pairs]
-
-    def _spread(self, weight: Tensor) -> Tensor:
-        return weight if self.source == "hidden" else torch.block_diag(*weight)
+        if not pairs:
+            return None
+        if self.source != "head":
+            return torch.cat([w if self.source == "hidden" else torch.block_diag(*w) for _, w in pairs])
+        heads = query.shape[0] // self.width
+        products = [w.unflatten(0, (heads, -1)).unsqueeze(-1) * m.unflatten(0, (heads, 1, -1)) for m, w in pairs]
+        return torch.cat(products).sum(2).flatten(0, 1)
 
     def forward(
         self, q: Tensor, k: Tensor, x: Tensor, scores: Tensor | None = None, backend: str = "auto"
     ) -> tuple[Tensor | None, Tensor | None]:
         """(read, write) gates [B,T,H] for q, k [B,T,heads,K], taken before feature map, rotary and norm, and the hidden state x [B,T,E].
 
-        `scores` are x times all `rows`, where the caller has them.
+        `scores` are x times the `rows`, where the caller has them.
         """
         if scores is not None:
             number = self.read + self.write

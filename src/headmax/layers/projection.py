@@ -20,17 +20,18 @@ def joins(*projections: nn.Module | None) -> bool:
     return in_training_graph() and all(type(p) is nn.Linear and p.bias is None for p in projections)
 
 
-def project(x: Tensor, projections: Sequence[nn.Linear], rows: Sequence[Tensor] = ()) -> tuple[list[Tensor], Tensor | None]:
-    """x [..., E] times each matrix, and times all further `rows` [n, E] together, None without any.
+def project(x: Tensor, projections: Sequence[nn.Linear], rows: Tensor | None = None) -> tuple[list[Tensor], Tensor | None]:
+    """x [..., E] times each matrix, and times further `rows` [n, E], None without any.
 
     A compiled training step takes one product, which reads x once and gives one gradient back. Otherwise the matrices would have to be
     copied together first, so that each is multiplied by itself, and there must be no rows.
     """
     if not joins(*projections):
         return [p(x) for p in projections], None
-    sizes = [*(p.out_features for p in projections), sum(map(len, rows))]
+    matrices = [*(p.weight for p in projections), *([] if rows is None else [rows])]
+    sizes = list(map(len, matrices))
     spare = x.new_zeros(-sum(sizes) % ALIGNMENT, x.shape[-1])
     dtype = x.dtype if x.dtype == torch.float64 else autocast_dtype(x.device) or x.dtype  # autocast leaves float64 alone
-    joint = torch.cat([w.to(dtype) for w in (*(p.weight for p in projections), *rows, spare)])
-    *products, scores = F.linear(x, joint)[..., : sum(sizes)].split(sizes, dim=-1)
-    return products, scores if rows else None
+    joint = torch.cat([matrix.to(dtype) for matrix in (*matrices, spare)])
+    products = F.linear(x, joint)[..., : sum(sizes)].split(sizes, dim=-1)
+    return list(products[: len(projections)]), None if rows is None else products[-1]

@@ -82,7 +82,7 @@ def score_rows(mixer: RecurrentMixer) -> dict[str, Tensor]:
     names = [name for name, weight in (("READS", gate.read_weight), ("WRITES", gate.write_weight)) if weight is not None]
     with torch.no_grad():
         rows = gate.rows(mixer.q_proj.weight.float(), mixer.k_proj.weight.float())
-    return {name: row.to(mixer.q_proj.weight.dtype) for name, row in zip(names, rows, strict=True)}
+    return {} if rows is None else dict(zip(names, rows.to(mixer.q_proj.weight.dtype).split(gate.num_heads), strict=True))
 
 
 def gate_arguments(mixer: RecurrentMixer) -> dict[str, Any]:

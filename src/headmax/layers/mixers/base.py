@@ -192,9 +192,9 @@ class RecurrentMixer(Initialized):
         rotated = self.rotary is not None and self.convs is None
         names = [*("q_proj", "k_proj")[: 2 * rotated], *self.side, *["g_proj"] * (self.g_proj is not None)]
         modules = [getattr(self, name) for name in names]
-        rows: list[Tensor] = []
+        rows = None
         if self.head_gate is not None and (self.convs is None or self.head_gate.source != "head"):
-            rows = self.head_gate.rows(self.q_proj.weight, self.k_proj.weight) if joins(self.q_proj, self.k_proj, *modules) else []
+            rows = self.head_gate.rows(self.q_proj.weight, self.k_proj.weight) if joins(self.q_proj, self.k_proj, *modules) else None
         products, scores = project(x, modules, rows)
         made = dict(zip(names, products, strict=True))
         qkv = [made[name] if name in made else getattr(self, name)(x) for name in ("q_proj", "k_proj", "v_proj")]

@@ -174,7 +174,7 @@ def _split_sizes(tokens: int, number: int, heads: int, softmax: bool) -> tuple[t
     return (triton.cdiv(tokens, SCORED),), sizes
 
 
-@torch.library.custom_op("headmax::split_gates", mutates_args=())
+@torch.library.custom_op("headmax::split_gates", mutates_args=(), tags=(torch.Tag.needs_fixed_stride_order,))
 @on_its_device
 def _split(scores: Tensor, number: int, temperature: float, scale: float, softmax: bool) -> list[Tensor]:
     batch, time, width = scores.shape
