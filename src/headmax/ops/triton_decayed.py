@@ -406,21 +406,34 @@ def prepare(
     return made
 
 
+def begins_shape(keys: Tensor, values: Tensor, layout: Layout) -> tuple[int, ...]:
+    """What each segment of each sequence begins with, [sequences * segments, H, K, V]; empty where sequences stay whole."""
+    key, (heads, value) = keys.shape[3], values.shape[2:]
+    tiles = tile_arguments("scan", keys, key, value)
+    blocks = heads * triton.cdiv(key, tiles["BK"]) * triton.cdiv(value, tiles["BV"])
+    segments = layout.segments(blocks, processors(values.device))
+    return (layout.sequences * segments, heads, key, value) if segments > 1 else (0,)
+
+
 def scan(
-    keys: Tensor, values: Tensor, whole: Tensor, mild: Tensor, initial: Tensor | None, layout: Layout, reverse: bool = False
-) -> tuple[Tensor, Tensor]:
-    """The state each chunk begins with (ends with, if `reverse`) [chunks, H, K, V] in the values' dtype; the last state in float32.
+    keys: Tensor, values: Tensor, whole: Tensor, mild: Tensor, initial: Tensor | None, layout: Layout, reverse: bool = False,
+    begins: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The state each chunk begins with (ends with, if `reverse`) [chunks, H, K, V] in the values' dtype; the last state in float32, of use
+    only if no `begins` were given; and `begins`.
 
     Sequences too few to keep the GPU busy are cut into segments, which run at the same time: once from nothing, to know what each ends
-    with, and again from what the segments before it hand on.
+    with, and again from what the segments before it hand on, `begins`.
     """
     heads, key, value, runs = values.shape[2], keys.shape[3], values.shape[3], layout.sequences
-    tiles = tile_arguments("scan", keys, key, value)
-    blocks, sizes = heads * triton.cdiv(key, tiles["BK"]) * triton.cdiv(value, tiles["BV"]), (heads, key, value)
-    states = values.new_empty(layout.chunks, *sizes)
-    final = values.new_empty(runs, *sizes, dtype=torch.float32)
-    segments = layout.segments(blocks, processors(keys.device))
+    states = values.new_empty(layout.chunks, heads, key, value)
+    final = values.new_empty(runs, heads, key, value, dtype=torch.float32)
+    known = begins is not None
+    if begins is None:
+        begins = final.new_empty(begins_shape(keys, values, layout))
+    segments, tiles = len(begins) // runs or 1, tile_arguments("scan", keys, key, value)
     shape = shape_arguments(keys, layout) | {"V": value, "CHANNEL": whole.ndim == 3, "REVERSE": reverse} | tiles
+    blocks = heads * triton.cdiv(key, tiles["BK"]) * triton.cdiv(value, tiles["BV"])
 
     def launch(begin: Tensor | None, end: Tensor, decays: Tensor, store: bool, last: bool) -> None:
         scan_kernel[(runs * segments * blocks,)](
@@ -430,16 +443,16 @@ def scan(
 
     if segments == 1:
         launch(initial, final, final, store=True, last=True)
-        return states, final
-    ends = final.new_empty(runs * segments, *sizes)
-    decays = final.new_empty(runs * segments, heads, *whole.shape[2:])
-    launch(None, ends, decays, store=False, last=True)
-    few = {name: shape[name] for name in ("H", "K", "V", "CHANNEL", "REVERSE")} | {"BK": 16, "BV": 64}
-    carry_kernel[(runs * heads * triton.cdiv(key, 16) * triton.cdiv(value, 64),)](
-        ends, decays, initial, final, segments, **few, HAS_INITIAL=initial is not None
-    )
-    launch(ends, final, decays, store=True, last=False)
-    return states, final
+        return states, final, begins
+    if not known:
+        decays = final.new_empty(runs * segments, heads, *whole.shape[2:])
+        launch(None, begins, decays, store=False, last=True)
+        few = {name: shape[name] for name in ("H", "K", "V", "CHANNEL", "REVERSE")} | {"BK": 16, "BV": 64}
+        carry_kernel[(runs * heads * triton.cdiv(key, 16) * triton.cdiv(value, 64),)](
+            begins, decays, initial, final, segments, **few, HAS_INITIAL=initial is not None
+        )
+    launch(begins, final, final, store=True, last=False)
+    return states, final, begins
 
 
 def combine(keys: Tensor, scores: Tensor, values: Tensor, states: Tensor | None, layout: Layout, transposed: bool = False) -> Tensor:
@@ -478,30 +491,33 @@ def query_key_gradients(
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, read_gate: Tensor | None, write_gate: Tensor | None,
     scale: float, initial: Tensor | None, table: Tensor | None, starts: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """o, the final state, and for the backward pass what segments begin with."""
     layout = Layout(q.shape[0], q.shape[1], table, starts, chunk_tokens(q, log_decay))
     prepared = prepare(q, k, log_decay, read_gate, write_gate, scale, layout)
-    states, final = scan(prepared.writing, v, prepared.whole, prepared.mild, initial, layout)
-    return combine(prepared.reading, prepared.scores, v, states, layout), final
+    states, final, begins = scan(prepared.writing, v, prepared.whole, prepared.mild, initial, layout)
+    return combine(prepared.reading, prepared.scores, v, states, layout), final, begins
 
 
 @_forward.register_fake
 def _(q, k, v, log_decay, read_gate, write_gate, scale, initial, table, starts):
-    final = Layout(q.shape[0], q.shape[1], table, starts).states(q, v)
-    return torch.empty_like(v), q.new_empty(final, dtype=torch.float32)
+    layout = Layout(q.shape[0], q.shape[1], table, starts, chunk_tokens(q, log_decay))
+    final, begins = (q.new_empty(shape, dtype=torch.float32) for shape in (layout.states(q, v), begins_shape(q, v, layout)))
+    return torch.empty_like(v), final, begins
 
 
 @torch.library.custom_op("headmax::decayed_attention_backward", mutates_args=())
 @on_its_device
 def _backward(
     d_o: Tensor, d_final: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, read_gate: Tensor | None,
-    write_gate: Tensor | None, scale: float, initial: Tensor | None, table: Tensor | None, starts: Tensor | None, decay_gradient: bool,
+    write_gate: Tensor | None, scale: float, initial: Tensor | None, table: Tensor | None, starts: Tensor | None, begins: Tensor,
+    decay_gradient: bool,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, k, v, log_decay (an empty tensor if it has none), the gates there are [gates, B, T, H], initial."""
     layout, d_o = Layout(q.shape[0], q.shape[1], table, starts, chunk_tokens(q, log_decay)), d_o.contiguous()
     prepared = prepare(q, k, log_decay, read_gate, write_gate, scale, layout)
-    states, _ = scan(prepared.writing, v, prepared.whole, prepared.mild, initial, layout)
-    d_states, d_initial = scan(prepared.reading, d_o, prepared.whole, prepared.mild, d_final.contiguous(), layout, reverse=True)
+    states, _, _ = scan(prepared.writing, v, prepared.whole, prepared.mild, initial, layout, begins=begins)
+    d_states, d_initial, _ = scan(prepared.reading, d_o, prepared.whole, prepared.mild, d_final.contiguous(), layout, reverse=True)
     d_v = combine(prepared.writing, prepared.scores, d_o, d_states, layout, transposed=True)
     d_q, d_k, d_decay, d_gates = query_key_gradients(
         q, k, v, d_o, log_decay, read_gate, write_gate, scale, prepared, states, d_states, layout, decay_gradient
@@ -510,7 +526,7 @@ def _backward(
 
 
 @_backward.register_fake
-def _(d_o, d_final, q, k, v, log_decay, read_gate, write_gate, scale, initial, table, starts, decay_gradient):
+def _(d_o, d_final, q, k, v, log_decay, read_gate, write_gate, scale, initial, table, starts, begins, decay_gradient):
     d_gates = q.new_empty((read_gate is not None) + (write_gate is not None), *q.shape[:3], dtype=torch.float32)
     d_decay = q.new_empty(0, dtype=torch.float32)
     if decay_gradient:
@@ -520,15 +536,18 @@ def _(d_o, d_final, q, k, v, log_decay, read_gate, write_gate, scale, initial, t
 
 def _save(ctx, inputs, output) -> None:
     q, k, v, log_decay, read_gate, write_gate, scale, initial, table, starts = inputs
-    ctx.save_for_backward(q, k, v, log_decay, read_gate, write_gate, initial, table, starts)
+    ctx.mark_non_differentiable(output[2])
+    ctx.set_materialize_grads(False)  # or zeros would be made for what is kept
+    ctx.save_for_backward(q, k, v, log_decay, read_gate, write_gate, initial, table, starts, output[2])
     ctx.scale = scale
 
 
-def _gradient(ctx, d_o, d_final):
-    q, k, v, log_decay, read_gate, write_gate, initial, table, starts = ctx.saved_tensors
+def _gradient(ctx, d_o, d_final, _):
+    q, k, v, log_decay, read_gate, write_gate, initial, table, starts, begins = ctx.saved_tensors
     decay_gradient = log_decay is not None and ctx.needs_input_grad[3]
+    d_o, d_final = Layout(q.shape[0], q.shape[1], table, starts).gradients(d_o, d_final, q, v)
     d_q, d_k, d_v, d_decay, d_gates, d_initial = _backward(
-        d_o, d_final, q, k, v, log_decay, read_gate, write_gate, ctx.scale, initial, table, starts, decay_gradient
+        d_o, d_final, q, k, v, log_decay, read_gate, write_gate, ctx.scale, initial, table, starts, begins, decay_gradient
     )
     gates = iter(d_gates)
     rows = [None if x is None else next(gates).to(x.dtype) for x in (read_gate, write_gate)]
@@ -550,4 +569,5 @@ def decayed_attention(
         return o.half(), state
     tensors = [None if x is None else x.contiguous() for x in (q, k, v, log_decay, read_gate, write_gate)]
     table, starts = (None, None) if packing is None else packing.chunks(chunk_tokens(q, log_decay))
-    return _forward(*tensors, scale, None if initial_state is None else initial_state.contiguous(), table, starts)
+    o, state, _ = _forward(*tensors, scale, None if initial_state is None else initial_state.contiguous(), table, starts)
+    return o, state

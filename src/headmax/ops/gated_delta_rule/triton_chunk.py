@@ -486,10 +486,7 @@ def _save(ctx, inputs, output) -> None:
 def _gradient(ctx, d_o, d_final, *_):
     *inputs, initial, table, starts, inverse, cut = ctx.saved_tensors
     q, _, v = inputs[:3]
-    if d_o is None:
-        d_o = torch.zeros_like(v)
-    if d_final is None:
-        d_final = q.new_zeros(Layout(q.shape[0], q.shape[1], table, starts).states(q, v), dtype=torch.float32)
+    d_o, d_final = Layout(q.shape[0], q.shape[1], table, starts).gradients(d_o, d_final, q, v)
     d_q, d_k, d_v, *rows, d_initial = _backward(d_o, d_final, *inputs, ctx.scale, initial, table, starts, inverse, cut)
     rows = [None if x is None else g.to(x.dtype) for x, g in zip(inputs[3:], rows, strict=True)]
     return d_q, d_k, d_v, *rows, None, None if initial is None else d_initial.to(initial.dtype), None, None
