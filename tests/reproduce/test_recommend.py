@@ -38,8 +38,14 @@ def test_a_clear_winner_is_recommended(tmp_path: Path) -> None:
 def test_what_was_not_measured_everywhere_is_not_recommended(tmp_path: Path) -> None:
     text = said(tmp_path, after_norm)
     assert "**No recommendation yet: the default stays for want of measurements, `kind=" in text
-    assert "1 settings are better than it somewhere and nowhere worse, but were not measured in all columns." in text
+    assert "Settings better in 2 columns and worse in none that were not measured in all: 1." in text
     assert [cell.strip() for cell in winner(text)[3:]] == [""] * 3, "what was not measured is empty"
+
+
+def test_one_column_is_not_enough_and_what_it_would_recommend_is_said(tmp_path: Path) -> None:
+    text = said(tmp_path, lambda run: -0.08 * (run.variant == "uniform" and run.backbone == "gla"), recall=lambda run: 0.0)
+    assert '**Recommendation: the default stays, `kind="softmax"' in text
+    assert 'asked for no more: it would\nrecommend `kind="uniform", read_position="query", norm_eps=1e-06`.' in text
 
 
 def after_norm(run: Run) -> float:

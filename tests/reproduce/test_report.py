@@ -126,7 +126,9 @@ def test_tables(page: str) -> None:
     assert row(page, "10x768") == ["10x768", *[MISSING] * 4]
     assert row(page, "Transformer++")[-1] == f"{RATES['text'][0]:g}, the edge of those tried", "the smallest rate has the smallest loss"
     assert [row(page[page.index(part) :], "GLA, uniform")[-1] for part in ("## Setup", "## Recall")] == ["0.001"] * 2
-    assert row(page[page.index("each at its best rate") :], "GDN")[1:3] == ["0.300 (n=1)", "0.800 (n=1)"]
+    recall = page[page.index("| accuracy at the best rate") :]
+    assert row(recall, "GDN")[1:3] == ["0.300 ± 0.000 at 0.0003", "0.800 ± 0.000 at 0.001"], "each where its own loss is lowest"
+    assert row(recall[recall.index("| accuracy, each at its best rate") :], "GDN")[1] == "+0.500 ± 0.000"
     assert "- scaling: 12 of 18 runs are recorded." in page
     needles = page[page.index("### Needles in a haystack") :]
     assert row(needles, "GLA, softmax")[1:] == [MISSING, MISSING, "−80.00 (n=1)", "−70.00 (n=1)"]

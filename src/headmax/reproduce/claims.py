@@ -65,6 +65,9 @@ def answers(results: Results) -> Iterator[str]:
         yield answer(question, f"{WORDS[one]} less {WORDS[other]}", -1, 1, losses(one, other))
     recalled: dict[str, Seeds] = {b: results.recall(b, "softmax", "plain") for b in LINEAR}
     yield answer("Do gates help recall?", "softmax less no gates, accuracy, mean of all settings", 1, 3, recalled)
+    for question, other in (("At the learning rate that each likes best?", "plain"), ("And there, is it the competition?", "uniform")):
+        found: dict[str, Seeds] = {b: results.recall_at_own_rates(b, "softmax", other) for b in LINEAR}
+        yield answer(question, f"softmax less {WORDS[other]}, accuracy, 32 pairs, 4 heads", 1, 3, found)
     yield ""
     yield "Mean ± standard deviation over seeds; better, worse: the 95% interval of the mean difference leaves out zero. No gates, output x"
     yield "1/H: the plain model, whose mixers' output is divided by the number of heads."
@@ -111,6 +114,8 @@ def verdicts(results: Results) -> Iterator[str]:
         frozen = results.recall(b, "softmax", "uniform")
         add(f"Softmax {TITLES[b]} recalls more (MQAR, all settings)", results.recall(b, "softmax", "plain"), 1, "accuracy", 3, frozen)
         add(f"{TITLES[b]}: more than uniform gates let it recall", frozen, 1, "accuracy", 3)
+        plain, frozen = (results.recall_at_own_rates(b, "softmax", other) for other in ("plain", "uniform"))
+        add(f"Softmax {TITLES[b]} recalls more (32 pairs, 4 heads, each at its best rate)", plain, 1, "accuracy", 3, frozen)
     scores = {
         "has a higher average on the zero-shot tasks": ([f"{task} acc" for task in names.COMMONSENSE[1:]], 100, "points"),
         "answers more questions (SQuAD subset)": (["squad_completion contains"], 100, "points"),

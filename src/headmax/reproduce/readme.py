@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from headmax import records
@@ -180,11 +180,31 @@ def gate_cost() -> str:
     return "\n".join([*lines, "", f"{note} Kernels to which gates add less than 1 us are in the sums alone."])
 
 
+def step_time() -> str:
+    """Where a training step's time goes, without gates and with."""
+    found = [r for r in records.read(records.RESULTS / "train_h200.jsonl") if "/device time/" in r.metric]
+    times = {(r.case, *r.metric.split("/device time/")): r.value for r in found}
+    recipes, kinds = (list(dict.fromkeys(key[n] for key in times)) for n in (0, 2))
+    lines = ["| ms on the GPU | " + " | ".join(f"{case} | gates add" for case in recipes) + " |", "|---" * (1 + 2 * len(recipes)) + "|"]
+
+    def row(name: str, of: Sequence[str]) -> str:
+        cells = []
+        for case in recipes:
+            plain, gated = (sum(times.get((case, variant, kind), 0.0) for kind in of) for variant in ("plain", "softmax"))
+            cells.append(f"{plain:.1f} | {gated - plain:+.2f}".replace("-", "−"))
+        return f"| {name} | " + " | ".join(cells) + " |"
+
+    lines += [row(f"`{kind}`" if "." in kind else kind, [kind]) for kind in kinds]
+    commits = ", ".join(dict.fromkeys(r.commit[:7] for r in found))
+    return "\n".join([*lines, row("**all kernels**", kinds), "", f"{found[0].device}, commit {commits}."])
+
+
 SECTIONS: dict[str, Callable[[], str]] = {
     "kernels": kernels,
     "kernels_gpu": kernels_gpu,
     "steps": steps,
     "gate_cost": gate_cost,
+    "step_time": step_time,
     "decoding": decoding,
     "gates": gates,
     "demo": demo,

@@ -95,6 +95,18 @@ class Results:
         ]
         return {seed: mean(one[seed] for one in found) for seed in found[0] if all(seed in one for one in found)}
 
+    def at_own_rate(self, backbone: str, variant: str) -> Run | None:
+        """Recall of 32 pairs with 4 heads, at the rate of the lowest mean loss of the seeds that tried all rates; None if none did."""
+        rates = recall_run(backbone, "plain", 32, 4).rates(variant)
+        losses = {rate: self.seeds(LOSS, rate) for rate in rates}
+        whole = set(SEEDS).intersection(*losses.values())
+        return min(rates, key=lambda rate: mean(losses[rate][seed] for seed in whole)) if whole else None
+
+    def recall_at_own_rates(self, backbone: str, variant: str, other: str) -> dict[int | None, float]:
+        """The accuracy of one kind of gates less that of another, each at its own learning rate."""
+        one, two = self.at_own_rate(backbone, variant), self.at_own_rate(backbone, other)
+        return {} if one is None or two is None else self.paired("accuracy", one, two)
+
     @property
     def runs(self) -> set[Run]:
         """Those that are done."""

@@ -192,9 +192,9 @@ def gate_rates(seed: int) -> Iterator[Run]:
 
 
 def recall_gate_rates(seed: int) -> Iterator[Run]:
-    if seed == 0:
-        models = (Run(backbone, size="2x128", pairs=32) for backbone in LINEAR)
-        yield from (rate for run in models for variant in PLACES[1:] for rate in run.rates(variant))
+    """All models at all rates, since in recall that is what decides."""
+    models = (Run(backbone, size="2x128", pairs=32) for backbone in LINEAR)
+    yield from (replace(rate, seed=seed) for run in models for variant in PLACES for rate in run.rates(variant))
 
 
 PARTS = {
