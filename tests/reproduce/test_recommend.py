@@ -22,8 +22,9 @@ def said(folder: Path, effect: Callable[[Run], float], noise: float = 0.002, rec
 
     asked = runs(["language", "placement", "after"])
     made = [MAKE(r.name, "headmax", "validation loss", 4.0 + effect(r) + wobble(r), "", r.seed, run=asdict(r)) for r in asked]
-    if recall is not None:
-        made += [MAKE(r.name, "headmax", "accuracy", 0.5 + recall(r) + wobble(r), "", r.seed, run=asdict(r)) for r in runs(["recall"])]
+    for r in runs(["recall-gate-rates"]) if recall is not None else []:
+        made.append(MAKE(r.name, "headmax", "validation loss", r.lr or 0.0, "", r.seed, run=asdict(r)))
+        made.append(MAKE(r.name, "headmax", "accuracy", 0.5 + recall(r) + wobble(r), "", r.seed, run=asdict(r)))
     append(folder / "reproduction.jsonl", made)
     return "\n".join(recommendation(Results(folder)))
 
@@ -42,10 +43,10 @@ def test_what_was_not_measured_everywhere_is_not_recommended(tmp_path: Path) -> 
     assert [cell.strip() for cell in winner(text)[3:]] == [""] * 3, "what was not measured is empty"
 
 
-def test_one_column_is_not_enough_and_what_it_would_recommend_is_said(tmp_path: Path) -> None:
+def test_one_column_is_not_enough_and_is_named(tmp_path: Path) -> None:
     text = said(tmp_path, lambda run: -0.08 * (run.variant == "uniform" and run.backbone == "gla"), recall=lambda run: 0.0)
-    assert '**Recommendation: the default stays, `kind="softmax"' in text
-    assert 'asked for no more: it would\nrecommend `kind="uniform", read_position="query", norm_eps=1e-06`.' in text
+    assert '**The default stays, `kind="softmax"' in text
+    assert "- Better than the default, GLA, % of perplexity: uniform, eps 1e-06 (−7." in text
 
 
 def after_norm(run: Run) -> float:
@@ -61,7 +62,7 @@ def winner(text: str) -> list[str]:
 @pytest.mark.parametrize("noise", [0.0, 0.01])
 def test_where_nothing_differs_the_default_stays(tmp_path: Path, noise: float) -> None:
     text = said(tmp_path, lambda run: 0.0, noise)
-    assert "**Recommendation: the default stays, `kind=" in text
+    assert "**The default stays, `kind=" in text
     assert "Of 3 columns that have three seeds, gates frozen at 1/H were not told apart from gates that compete in\n3, better in 0" in text
     assert "**worse**" not in text
 

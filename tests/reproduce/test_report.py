@@ -2,7 +2,7 @@
 
 import math
 import shlex
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,7 +13,7 @@ import torch
 from headmax import HeadmaxForCausalLM, records
 from headmax.records import Recorder
 from headmax.reproduce import report
-from headmax.reproduce.results import MISSING, Results, judge, show
+from headmax.reproduce.results import MISSING, Results, judge, recall_run, show
 from headmax.reproduce.runs import PARTS, RATES, Run, runs
 
 EFFECT = {"plain": 0.0, "softmax": -0.10, "uniform": -0.10, "sigmoid": -0.05}
@@ -113,7 +113,10 @@ def test_in_short(page: str) -> None:
     assert "better than gates frozen at 1/H in\n0 of 3 backbones and worse in 1." in said
     assert "Softmax less uniform: GLA +0.0 ± 0.0 (not told apart)" in said
     assert "GDN +2.0 ± 0.0 (worse)" in said
-    assert "accuracy, mean of all settings: GLA +0.500 ± 0.000 (better)" in said
+    assert "at the learning rate that is best without gates: GLA +0.500 ± 0.000 (better)" in said
+    assert (
+        "**And at the rate that is best for each?** Softmax less no gates, accuracy, 32 pairs, 4 heads: GLA +0.500 ± 0.000 (better)" in said
+    )
 
 
 def test_tables(page: str) -> None:
@@ -167,7 +170,7 @@ def test_the_committed_page_is_what_the_records_give() -> None:
 
 def test_judgement() -> None:
     assert judge({}, -1) == MISSING
-    assert judge({0: -1.0}, -1) == "not told apart (1 of 1 seeds as claimed)"
+    assert judge({0: -1.0}, -1) == "too few seeds (1 of 1 seeds as claimed)"
     assert judge({0: -1.0, 1: -1.1, 2: -0.9}, -1) == "**held**"
     assert judge({0: -1.0, 1: -1.1, 2: -0.9}, 1) == "**the opposite**"
     assert judge({0: -1.0, 1: -0.01, 2: 0.2}, -1) == "not told apart (2 of 3 seeds as claimed)"
@@ -208,7 +211,7 @@ def test_accuracy_at_chance_is_marked(tmp_path: Path) -> None:
         records.append(tmp_path / "reproduction.jsonl", [MAKE(run.name, "headmax", "accuracy", value, "", seed, run=asdict(run))])
     text = report.render(Results(tmp_path))
     line = next(line for line in text.splitlines() if line.startswith("| 16 | 4 |"))
-    assert line == "| 16 | 4 | 0.008 (n=1) † | 0.020 (n=1)" + f" | {MISSING}" * 5 + " |"
+    assert line == "| 16 | 4 | 0.008 (n=1), chance | 0.020 (n=1)" + f" | {MISSING}" * 5 + " |"
 
 
 def test_commands_for_the_papers_scale_are_understood(data: Path, tmp_path: Path) -> None:
@@ -247,3 +250,14 @@ def test_commands_for_the_papers_scale_are_understood(data: Path, tmp_path: Path
     assert {name: counts[f"softmax-{name}-340m"] - paper[name] for name in ("retnet", "gla", "gdn")} == {
         "retnet": 49_152, "gla": 24_576, "gdn": 24_576}  # fmt: skip
     assert max(n for name, n in counts.items() if "110m" in name) < 1.01 * counts["gla-110m"]
+
+
+def test_models_trained_twice_are_found(tmp_path: Path) -> None:
+    for run, value in ((recall_run("gla", "softmax", 32, 4), 0.5), (replace(recall_run("gla", "softmax", 32, 4), lr=1e-3), 0.7)):
+        about = {"run": asdict(run), "lr": 1e-3}
+        records.append(tmp_path / "reproduction.jsonl", [MAKE(run.name, "headmax", "validation loss", 1.0, "nats", 0, **about)])
+        records.append(tmp_path / "reproduction.jsonl", [MAKE(run.name, "headmax", "accuracy", value, "", 0, **about)])
+    assert Results(tmp_path).repeats() == [pytest.approx(0.2)]
+    assert "1 models were trained twice with the same seed and rate, and their accuracies lie\n0.20 apart" in report.render(
+        Results(tmp_path)
+    )

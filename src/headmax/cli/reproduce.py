@@ -9,7 +9,11 @@ from typing import Literal, get_args
 Part = Literal["rates", "language", "placement", "after", "heads", "scaling", "gate-rates", "recall-rates", "recall", "recall-gate-rates"]
 
 
-def readme(paths: tuple[Path, ...] = (Path("README.md"), Path("docs/training.md"), Path("docs/performance.md"))) -> None:
+PAGES = (Path("README.md"), Path("docs/training.md"), Path("docs/performance.md"), Path("docs/choosing-gates.md"))
+"""Those with generated parts."""
+
+
+def readme(paths: tuple[Path, ...] = PAGES) -> None:
     """Render the figures of the README and the docs anew from the committed records.
 
     Args:

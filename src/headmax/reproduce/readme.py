@@ -8,6 +8,7 @@ from pathlib import Path
 
 from headmax import records
 from headmax.demo.recall import VARIANTS, mean, seed_scores
+from headmax.reproduce.recommend import all_evidence, verdict
 from headmax.reproduce.report import answers
 from headmax.reproduce.results import Results
 
@@ -133,6 +134,12 @@ def gates() -> str:
     return "\n".join(answers(Results(records.RESULTS)))
 
 
+def recommended() -> str:
+    """What the reproduction recommends."""
+    results = Results(records.RESULTS)
+    return "\n".join(verdict(results, all_evidence(results)))
+
+
 def demo() -> str:
     """What all recorded seeds of the demo gave."""
     lines = ["| setting | seeds | " + " | ".join(VARIANTS) + " | softmax ahead of plain | of uniform |", "|---" * (4 + len(VARIANTS)) + "|"]
@@ -172,17 +179,17 @@ def gate_cost() -> str:
         mine = [r for r in found if r.metric.startswith(f"{op}/")]
         mine = [r for r in mine if r.commit == mine[-1].commit]
         plain, gated = sum(r.value for r in mine), sum(r.extra["gated"] for r in mine)
-        lines.append(f"| **{op}** | | {plain:.0f} | {gated - plain:+.0f} ({100 * (gated / plain - 1):+.1f}%) |")
+        lines.append(f"| **{op}** ({mine[-1].commit[:7]}) | | {plain:.0f} | {gated - plain:+.0f} ({100 * (gated / plain - 1):+.1f}%) |")
         for r in mine:
             if (added := r.extra["gated"] - r.value) >= 1:
                 lines.append(f"| {r.metric.split('/')[1]} | {r.extra['launches']:.0f} | {r.value:.0f} | {added:+.0f} |")
-    note = f"Device time of a forward and a backward pass, B=8 T=4096 H=4, {found[-1].device}, commit {found[-1].commit[:7]}."
+    note = f"Device time of a forward and a backward pass, B=8 T=4096 H=4, {found[-1].device}; commits in brackets."
     return "\n".join([*lines, "", f"{note} Kernels to which gates add less than 1 us are in the sums alone."])
 
 
 def step_time() -> str:
     """Where a training step's time goes, without gates and with."""
-    found = [r for r in records.read(records.RESULTS / "train_h200.jsonl") if "/device time/" in r.metric]
+    found = [r for r in records.read(records.RESULTS / "train_h200.jsonl") if r.impl == "headmax" and "/device time/" in r.metric]
     times = {(r.case, *r.metric.split("/device time/")): r.value for r in found}
     recipes, kinds = (list(dict.fromkeys(key[n] for key in times)) for n in (0, 2))
     lines = ["| ms on the GPU | " + " | ".join(f"{case} | gates add" for case in recipes) + " |", "|---" * (1 + 2 * len(recipes)) + "|"]
@@ -207,6 +214,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "step_time": step_time,
     "decoding": decoding,
     "gates": gates,
+    "recommended": recommended,
     "demo": demo,
     "training": training,
 }

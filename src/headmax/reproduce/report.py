@@ -81,6 +81,11 @@ def setup(results: Results) -> Lines:
     yield f"After {RATE_STEPS} steps. The rate that is best for the plain model, at this size with 4 heads and seed 0, is taken for all"
     yield "gates, sizes and numbers of heads of its backbone. Rows with gates say whether gates would have chosen another; they may have"
     yield "read other texts and are not to be compared with those without. One seed cannot tell rates apart whose losses are close."
+    found = {b: [best(Run(b).rates(v), results.records_of_runs) for v in ("softmax", "uniform")] for b in LINEAR}
+    if all(all(pair) for pair in found.values()):
+        losses = {b: [record.value for run in pair if run and (record := results.record(LOSS, run))] for b, pair in found.items()}
+        each = "; ".join(f"{TITLES[b]} {100 * math.expm1(one - two):+.1f}".replace("-", "−") for b, (one, two) in losses.items())
+        yield f"Each at its own best rate, softmax less uniform in % of perplexity, one seed: {each}."
     yield ""
     for part in PARTS:
         wanted = runs([part])
@@ -252,7 +257,12 @@ def recall(results: Results) -> Lines:
     yield tried(results, {f"{TITLES[b]}, {WORDS[v]}": each for (b, v), each in rates.items()})
     yield ""
     yield "Of 32 pairs, 4 heads and seed 0. A model often learns the task or does not within the steps there are, so rate and seed decide"
-    yield "much. Below, accuracies at the rate whose mean loss over seeds is the lowest for each model:"
+    if apart := results.repeats():
+        yield f"much, and so does chance: {len(apart)} models were trained twice with the same seed and rate, and their accuracies lie"
+        yield f"{mean(apart):.2f} apart on average, at most {max(apart):.2f} (sums in another order, by kernels of another commit)."
+    whole = set(SEEDS).intersection(*(results.rates_seeds(b, v) for b in LINEAR for v in PLACES))
+    yield "Below, accuracies at the rate whose mean loss is the lowest for each model; it is chosen and scored on the same seeds"
+    yield f"(those that tried all rates: {', '.join(map(str, sorted(whole))) or 'none'}):"
     yield ""
     own = {(b, v): results.at_own_rate(b, v) for b in LINEAR for v in PLACES}
     cells = {key: MISSING if run is None else f"{accuracy(results, run)} at {run.lr:g}" for key, run in own.items()}
@@ -274,17 +284,16 @@ def recall(results: Results) -> Lines:
         rows = [[TITLES[b], *(show(results.recall(b, *pair, metric), 3, True) for pair in RIVALS)] for b in LINEAR]
         yield table([f"{metric}, mean of all settings", *(f"{WORDS[one]} less {WORDS[other]}" for one, other in RIVALS)], rows)
         yield ""
-    yield f"† within {tables.ERRORS} standard errors of guessing among the values, or below. Mean ± standard deviation over seeds; the"
-    yield "differences are taken seed by seed."
+    yield "Mean ± standard deviation over seeds; the differences are taken seed by seed."
 
 
 def accuracy(results: Results, run: Run) -> str:
-    """On held-out sequences, marked where it is no more than chance."""
+    """On held-out sequences, and whether it is no more than chance."""
     task, found = run.task(), results.seeds("accuracy", run)
     assert task is not None
     answers = run.train(1.0).eval.sequences * task.num_pairs * len(found)
     error = math.sqrt(task.chance * (1 - task.chance) / max(1, answers))
-    return show(found, 3) + " †" * bool(found and mean(found.values()) <= task.chance + tables.ERRORS * error)
+    return show(found, 3) + ", chance" * bool(found and mean(found.values()) <= task.chance + tables.ERRORS * error)
 
 
 def stability(results: Results) -> Lines:

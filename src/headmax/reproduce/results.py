@@ -14,13 +14,13 @@ from headmax import records
 from headmax.eval.tables import ERRORS, spread
 from headmax.records import Record
 from headmax.reproduce.run import SUITE
-from headmax.reproduce.runs import GATES, RECALL_SETTINGS, RECALL_STEPS, SEEDS, Run
+from headmax.reproduce.runs import GATES, LINEAR, PLACES, RECALL_SETTINGS, RECALL_STEPS, SEEDS, Run
 
 Seeds = Mapping[int | None, float]
 """A number by seed."""
 LOSS = "validation loss"
 MISSING = "not measured"
-HELD, OPPOSITE, FLOOR = "**held**", "**the opposite**", "cannot be told: both at chance"
+HELD, OPPOSITE, FLOOR, FEW = "**held**", "**the opposite**", "cannot be told: both at chance", "too few seeds"
 QUANTILES = {3: 4.30, 4: 3.18, 5: 2.78}
 """Of Student's t at 97.5%, by the number of seeds; fewer decide nothing."""
 WORDS = {
@@ -95,17 +95,31 @@ class Results:
         ]
         return {seed: mean(one[seed] for one in found) for seed in found[0] if all(seed in one for one in found)}
 
+    def rates_seeds(self, backbone: str, variant: str) -> set[int]:
+        """The seeds that tried all rates at recall of 32 pairs with 4 heads."""
+        return set(SEEDS).intersection(*(self.seeds(LOSS, rate) for rate in recall_run(backbone, "plain", 32, 4).rates(variant)))
+
     def at_own_rate(self, backbone: str, variant: str) -> Run | None:
-        """Recall of 32 pairs with 4 heads, at the rate of the lowest mean loss of the seeds that tried all rates; None if none did."""
-        rates = recall_run(backbone, "plain", 32, 4).rates(variant)
-        losses = {rate: self.seeds(LOSS, rate) for rate in rates}
-        whole = set(SEEDS).intersection(*losses.values())
-        return min(rates, key=lambda rate: mean(losses[rate][seed] for seed in whole)) if whole else None
+        """There, the run at the rate whose mean loss over those seeds is the lowest."""
+        rates, whole = recall_run(backbone, "plain", 32, 4).rates(variant), self.rates_seeds(backbone, variant)
+        return min(rates, key=lambda rate: mean(self.seeds(LOSS, rate)[seed] for seed in whole)) if whole else None
 
     def recall_at_own_rates(self, backbone: str, variant: str, other: str) -> dict[int | None, float]:
-        """The accuracy of one kind of gates less that of another, each at its own learning rate."""
+        """There, the accuracy of one kind of gates less that of another, each at its own rate."""
         one, two = self.at_own_rate(backbone, variant), self.at_own_rate(backbone, other)
-        return {} if one is None or two is None else self.paired("accuracy", one, two)
+        seeds = self.rates_seeds(backbone, variant) & self.rates_seeds(backbone, other)
+        found = {} if one is None or two is None else self.paired("accuracy", one, two)
+        return {seed: x for seed, x in found.items() if seed in seeds}
+
+    def repeats(self) -> list[float]:
+        """There, how far apart the accuracies lie of a model, seed and rate that were trained twice, since two parts ask for them."""
+        made = []
+        for run in (replace(recall_run(b, v, 32, 4), seed=seed) for b in LINEAR for v in PLACES for seed in SEEDS):
+            once = self.record("accuracy", run)
+            loss = self.record(LOSS, run)
+            again = None if loss is None else self.record("accuracy", replace(run, lr=loss.extra.get("lr")))
+            made += [abs(once.value - again.value)] if once and again and again is not once else []
+        return made
 
     @property
     def runs(self) -> set[Run]:
@@ -150,7 +164,7 @@ def judge(differences: Seeds, wanted: int) -> str:
     if sign := told_apart(differences):
         return HELD if sign == wanted else OPPOSITE
     agree = sum(value * wanted > 0 for value in values)
-    return f"not told apart ({agree} of {len(values)} seeds as claimed)"
+    return f"{'not told apart' if interval(differences) else FEW} ({agree} of {len(values)} seeds as claimed)"
 
 
 def interval(differences: Seeds) -> tuple[float, float] | None:
