@@ -9,6 +9,7 @@ import pytest
 import tyro
 
 from headmax.cli.app import commands
+from headmax.cli.reproduce import PAGES
 from headmax.reproduce import readme
 
 ROOT = Path(__file__).parents[1]
@@ -33,8 +34,8 @@ def test_its_commands_exist() -> None:
 
 
 def test_its_figures_are_those_of_the_records() -> None:
-    texts = TEXT, *((ROOT / "docs" / name).read_text() for name in ("training.md", "performance.md"))
-    assert [readme.render(text) for text in texts] == [*texts]
+    texts = [(ROOT / page).read_text() for page in PAGES]
+    assert [readme.render(text) for text in texts] == texts
     assert "".join(texts).count("<!-- generated: ") == len(readme.SECTIONS)
     assert readme.kernels().count("x as fast") == 1, "only the peer's own op is compared with it"
 

@@ -10,7 +10,7 @@ Part = Literal["rates", "language", "placement", "after", "heads", "scaling", "g
 
 
 PAGES = (Path("README.md"), Path("docs/training.md"), Path("docs/performance.md"), Path("docs/choosing-gates.md"))
-"""Those with generated parts."""
+"""Those with generated sections."""
 
 
 def readme(paths: tuple[Path, ...] = PAGES) -> None:
