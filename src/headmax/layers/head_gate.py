@@ -98,10 +98,10 @@ class HeadGate(Initialized):
             )
         self.num_heads, self.read, self.write = num_heads, read, write
         self.source, self.kind, self.scale, self.temperature, self.init_std = source, kind, scale, temperature, init_std
-        self.width = {"head": head_dim, "hidden_heads": hidden_size // num_heads, "hidden": hidden_size}[source]
+        width = {"head": head_dim, "hidden_heads": hidden_size // num_heads, "hidden": hidden_size}[source]
         learned = kind != "uniform"
-        self.read_weight = nn.Parameter(torch.empty(num_heads, self.width)) if read and learned else None
-        self.write_weight = nn.Parameter(torch.empty(num_heads, self.width)) if write and learned else None
+        self.read_weight = nn.Parameter(torch.empty(num_heads, width)) if read and learned else None
+        self.write_weight = nn.Parameter(torch.empty(num_heads, width)) if write and learned else None
         self.reset_parameters()
 
     def initial_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
@@ -119,7 +119,7 @@ class HeadGate(Initialized):
             return None
         if self.source != "head":
             return torch.cat([w if self.source == "hidden" else torch.block_diag(*w) for _, w in pairs])
-        heads = query.shape[0] // self.width
+        heads = query.shape[0] // pairs[0][1].shape[1]
         products = [w.unflatten(0, (heads, -1)).unsqueeze(-1) * m.unflatten(0, (heads, 1, -1)) for m, w in pairs]
         return torch.cat(products).sum(2).flatten(0, 1)
 

@@ -406,13 +406,17 @@ def prepare(
     return made
 
 
-def begins_shape(keys: Tensor, values: Tensor, layout: Layout) -> tuple[int, ...]:
-    """What each segment of each sequence begins with, [sequences * segments, H, K, V]; empty where sequences stay whole."""
+def state_blocks(keys: Tensor, values: Tensor) -> int:
+    """Into how many blocks a scan cuts the states of one sequence."""
     key, (heads, value) = keys.shape[3], values.shape[2:]
     tiles = tile_arguments("scan", keys, key, value)
-    blocks = heads * triton.cdiv(key, tiles["BK"]) * triton.cdiv(value, tiles["BV"])
-    segments = layout.segments(blocks, processors(values.device))
-    return (layout.sequences * segments, heads, key, value) if segments > 1 else (0,)
+    return heads * triton.cdiv(key, tiles["BK"]) * triton.cdiv(value, tiles["BV"])
+
+
+def begins_shape(keys: Tensor, values: Tensor, layout: Layout) -> tuple[int, ...]:
+    """What each segment of each sequence begins with, [sequences * segments, H, K, V]; empty where sequences stay whole."""
+    segments = layout.segments(state_blocks(keys, values), processors(values.device))
+    return (layout.sequences * segments, values.shape[2], keys.shape[3], values.shape[3]) if segments > 1 else (0,)
 
 
 def scan(
@@ -431,13 +435,12 @@ def scan(
     known = begins is not None
     if begins is None:
         begins = final.new_empty(begins_shape(keys, values, layout))
-    segments, tiles = len(begins) // runs or 1, tile_arguments("scan", keys, key, value)
-    shape = shape_arguments(keys, layout) | {"V": value, "CHANNEL": whole.ndim == 3, "REVERSE": reverse} | tiles
-    blocks = heads * triton.cdiv(key, tiles["BK"]) * triton.cdiv(value, tiles["BV"])
+    segments, shape = len(begins) // runs or 1, shape_arguments(keys, layout) | {"V": value, "CHANNEL": whole.ndim == 3, "REVERSE": reverse}
+    tiles = tile_arguments("scan", keys, key, value)
 
     def launch(begin: Tensor | None, end: Tensor, decays: Tensor, store: bool, last: bool) -> None:
-        scan_kernel[(runs * segments * blocks,)](
-            keys, values, whole, mild, begin, states, end, decays, layout.table, layout.starts, segments, **shape,
+        scan_kernel[(runs * segments * state_blocks(keys, values),)](
+            keys, values, whole, mild, begin, states, end, decays, layout.table, layout.starts, segments, **shape, **tiles,
             HAS_INITIAL=begin is not None, STORE=store, LAST=last,
         )  # fmt: skip
 

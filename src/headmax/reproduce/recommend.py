@@ -42,6 +42,11 @@ class Setting:
         """In code."""
         return "`" + ", ".join(f"{name}={value!r}" for name, value in self.fields.items()).replace("'", '"') + "`"
 
+    @property
+    def words(self) -> str:
+        """In a table."""
+        return f"{WORDS[self.variant]}, eps {self.norm_eps:g}"
+
     def changes(self, other: Setting) -> int:
         return sum(field not in other.fields.items() for field in self.fields.items())
 
@@ -103,7 +108,7 @@ def recommendation(results: Results) -> Iterator[str]:
         for digits, (differences, wanted) in zip((1, 1, 1, 3, 3, 3), columns.values(), strict=True):
             words = {1: ", **better**", -1: ", **worse**", 0: ""}[told_apart(differences) * wanted]
             cells.append(show(differences, digits, sign=True) + words if differences else "")
-        rows.append([str_of(setting), *cells])
+        rows.append([setting.words, *cells])
     yield f"The default is {now}; the paper's literal setting is " + ("the same." if now.variant == PAPER else f"{literal()}.")
     yield "Other settings less the default, seed by seed; a loss is better below zero, recall above (accuracy of 32 pairs, 4 heads, each"
     yield f"at its own learning rate; norm_eps {EPS[0]:g} alone). An empty cell was not measured."
@@ -113,10 +118,6 @@ def recommendation(results: Results) -> Iterator[str]:
     yield from RULE
     yield ""
     yield from verdict(results, found)
-
-
-def str_of(setting: Setting) -> str:
-    return f"{WORDS[setting.variant]}, eps {setting.norm_eps:g}"
 
 
 def verdict(results: Results, found: Mapping[Setting, Evidence]) -> Iterator[str]:
@@ -138,7 +139,7 @@ def verdict(results: Results, found: Mapping[Setting, Evidence]) -> Iterator[str
     for column in next(iter(found.values())):
         better = {s: columns[column][0] for s, columns in found.items() if told_apart(columns[column][0]) * columns[column][1] == 1}
         if better:
-            names = "; ".join(f"{str_of(s)} ({mean(x.values()):+.3g})".replace("(-", "(−") for s, x in better.items())
+            names = "; ".join(f"{s.words} ({mean(x.values()):+.3g})".replace("(-", "(−") for s, x in better.items())
             yield f"- Better than the default, {column}: {names}."
     yield ""
     yield f"{judged} differences have three seeds and were judged one by one, many against the same runs of the default: a few of them"
