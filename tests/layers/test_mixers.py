@@ -123,7 +123,7 @@ def choices(monkeypatch: pytest.MonkeyPatch, backend: str, device: str = "cpu") 
     return taken
 
 
-AROUND = ("head_gate", "short_conv", "cross_entropy")
+AROUND = ("head_gate", "short_conv", "rms_norm", "cross_entropy")
 """The ops around a recurrence that have kernels."""
 
 
@@ -362,21 +362,22 @@ def test_the_kernel_of_the_short_convolution(time: int, channels: int, width: in
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks, at a block's input
 @pytest.mark.parametrize(("name", "options", "products"), [
-    ("gla", {"conv_size": None}, 6),  # q, k, v, output, decay up, and one for swish gate, decay down and scores
-    ("retnet", {"conv_size": None}, 3),  # v, output, and one for all else
-    ("gated_deltanet", {"num_v_heads": 8}, 5),  # q, k, v, output, and one for swish gate, decay and strength
+    ("gla", {"conv_size": None}, 6),  # k, v, swish gate, output, decay up, and one for q, decay down and scores
+    ("retnet", {"conv_size": None}, 4),  # v, swish gate, output, and one for q, k and scores
+    ("gated_deltanet", {"num_v_heads": 8}, 5),  # k, v, swish gate, output, and one for q, decay and strength
 ])  # fmt: skip
 @pytest.mark.parametrize("source", ["head", "hidden_heads", "hidden"])
 def test_a_training_graph_joins_products_and_computes_the_same(name: str, options: dict[str, Any], products: int, source: Any) -> None:
     """In float64, which autocast leaves alone."""
     mixer = make(name, **options, head_gate=HeadGateConfig(init_std=1.0, source=source)).requires_grad_()
     x, leaves = hidden(2, 20).requires_grad_(), list(mixer.parameters())
-    expected = torch.autograd.grad(mixer(x).hidden.square().sum(), [x, *leaves])
+    positions = None if mixer.rotary is None else mixer.rotary.at(torch.arange(20)[None], torch.float64)  # as a model has them
+    expected = torch.autograd.grad(mixer(x, positions=positions).hidden.square().sum(), [x, *leaves])
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(mixer, fullgraph=True, backend=counter)
     with torch.autocast("cpu", torch.bfloat16):
-        actual = torch.autograd.grad(compiled(x).hidden.square().sum(), [x, *leaves])
+        actual = torch.autograd.grad(compiled(x, positions=positions).hidden.square().sum(), [x, *leaves])
     for a, e in zip(actual, expected, strict=True):
         assert distance(a, e) <= 1e-10
     found = [node for node in counter.graphs[0].graph.nodes if node.target is torch._C._nn.linear]

@@ -20,12 +20,12 @@ LORA_TARGETS = (
 
 
 class Block(GradientCheckpointingLayer):
-    def __init__(self, mixer: nn.Module, hidden_size: int, intermediate_size: int, norm_eps: float = 1e-6) -> None:
+    def __init__(self, mixer: nn.Module, hidden_size: int, intermediate_size: int, norm_eps: float = 1e-6, backend: str = "auto") -> None:
         super().__init__()
-        self.mixer_norm = RMSNorm(hidden_size, norm_eps)
+        self.mixer_norm = RMSNorm(hidden_size, norm_eps, backend)
         self.mixer = mixer
-        self.mlp_norm = RMSNorm(hidden_size, norm_eps)
-        self.mlp = SwiGLU(hidden_size, intermediate_size)
+        self.mlp_norm = RMSNorm(hidden_size, norm_eps, backend)
+        self.mlp = SwiGLU(hidden_size, intermediate_size, backend)
 
     def forward(
         self,
@@ -42,5 +42,5 @@ class Block(GradientCheckpointingLayer):
         mixed, state, gates = self.mixer(
             self.mixer_norm(x), state=state, return_state=return_state, positions=positions, packing=packing, mask=mask
         )
-        x = x + mixed
-        return MixerOutput(x + self.mlp(self.mlp_norm(x)), state, gates if return_gates else None)
+        x, normed = self.mlp_norm.of_sum(x, mixed)
+        return MixerOutput(x + self.mlp(normed), state, gates if return_gates else None)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headmax.layers.projection import as_multiplied, joins, joint_product
 from headmax.ops.recompute import recomputed
+from headmax.ops.registry import Lazy, beside, register, select
 
 
 def swiglu_width(hidden_size: int, ratio: float) -> int:
@@ -17,14 +20,27 @@ def swish_gate(x: Tensor, gate: Tensor) -> Tensor:
     return F.silu(gate) * x
 
 
+def _swiglu(joint: Tensor, down: Tensor) -> Tensor:
+    gate, x = joint.chunk(2, dim=-1)
+    return F.linear(recomputed(swish_gate, x, gate), down)
+
+
+register("swiglu", {"reference": _swiglu, "triton": Lazy("headmax.layers.triton_swiglu", "swiglu", needs="triton", interpreted=True)})
+
+
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) * up(x))"""
 
-    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int, backend: str = "auto") -> None:
         super().__init__()
+        self.backend = backend
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(recomputed(swish_gate, self.up_proj(x), self.gate_proj(x)))
+        if joins(self.gate_proj, self.up_proj, self.down_proj):
+            run = select("swiglu", beside(self.backend), x.device.type, "float64" if x.dtype == torch.float64 else None)
+            joint, _ = joint_product(x, [self.gate_proj, self.up_proj])
+            return run(joint, as_multiplied(self.down_proj.weight, joint))
+        return self.down_proj(swish_gate(self.up_proj(x), self.gate_proj(x)))

@@ -6,30 +6,84 @@ from collections.abc import Iterator
 from typing import Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headmax.layers.initialized import Initialized
+from headmax.layers.mlp import swish_gate
 from headmax.ops.checks import compute_dtype
-from headmax.ops.registry import suggest
+from headmax.ops.recompute import in_training_graph, recomputed
+from headmax.ops.registry import Lazy, beside, register, select, suggest
+from headmax.ops.sequential import gated
 
 OutputNormKind = Literal["head", "joint", "none"]
+
+WIDEST = 2**14
+"""Channels that a kernel holds at once."""
+
+
+def normalized(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """weight * x / sqrt(mean(x^2) + eps), computed in float32."""
+    wide = x.to(compute_dtype(x.dtype))
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
+
+
+def times_gates(o: Tensor, swish: Tensor | None, read: Tensor | None) -> Tensor:
+    """What heads read out [B,T,H,V] times gates [B,T,H] and silu(swish [B,T,H V]), where there are such."""
+    o = (o if read is None else gated(o, read)).flatten(2)
+    return o if swish is None else swish_gate(o, swish)
+
+
+def _rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = x if delta is None else x + delta
+    return total, normalized(total, weight, eps)
+
+
+def _read_out(o: Tensor, swish: Tensor | None, read: Tensor | None, weight: Tensor, out: Tensor, eps: float) -> Tensor:
+    return F.linear(recomputed(lambda *tensors: times_gates(normalized(tensors[0], weight, eps), *tensors[1:]), o, swish, read), out)
+
+
+for _name, _plain in (("rms_norm", _rms_norm), ("read_out", _read_out)):
+    register(_name, {"reference": _plain, "triton": Lazy("headmax.layers.triton_norm", _name, needs="triton", interpreted=True)})
+
+
+def _no_kernel(x: Tensor) -> str | None:
+    """Why "auto" keeps to the plain form, or None."""
+    return "float64" if x.dtype == torch.float64 else f"more than {WIDEST} channels" if x.shape[-1] > WIDEST else None
+
+
+def rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, backend: str = "auto") -> tuple[Tensor, Tensor]:
+    """x + delta (x without one), and that normalised; x [..., width], weight [width]."""
+    return select("rms_norm", beside(backend), x.device.type, _no_kernel(x))(x, delta, weight, eps)
+
+
+def read_out(
+    o: Tensor, swish: Tensor | None, read: Tensor | None, weight: Tensor, out: Tensor, eps: float, backend: str = "auto"
+) -> Tensor:
+    """What heads read out, o [B,T,H,V], each normalised, times gates read [B,T,H] and silu(swish [B,T,H V]), times out^T [E,H V]."""
+    return select("read_out", beside(backend), o.device.type, _no_kernel(o))(o, swish, read, weight, out, eps)
 
 
 class RMSNorm(Initialized):
     """y = weight * x / sqrt(mean(x^2) + eps), computed in float32."""
 
-    def __init__(self, size: int, eps: float = 1e-6) -> None:
+    def __init__(self, size: int, eps: float = 1e-6, backend: str = "auto") -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
+        self.eps, self.backend = eps, backend
 
     def initial_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         yield self.weight, torch.ones_like(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(compute_dtype(x.dtype))
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (wide * self.weight).to(x.dtype)
+        return rms_norm(x, None, self.weight, self.eps, self.backend)[1]
+
+    def of_sum(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """x + delta, and that normalised: in a training graph by one kernel."""
+        if in_training_graph():
+            return rms_norm(x, delta, self.weight, self.eps, self.backend)
+        x = x + delta
+        return x, self(x)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"
@@ -42,13 +96,13 @@ class OutputNorm(nn.Module):
     again (see docs/derivation.md). "joint": all heads together, which keeps their proportions. "none": nothing.
     """
 
-    def __init__(self, kind: OutputNormKind, num_heads: int, head_dim: int, eps: float) -> None:
+    def __init__(self, kind: OutputNormKind, num_heads: int, head_dim: int, eps: float, backend: str = "auto") -> None:
         super().__init__()
         if kind not in get_args(OutputNormKind):
             raise ValueError(f"output_norm: unknown {kind!r}{suggest(kind, get_args(OutputNormKind))}")
         self.kind = kind
         if kind != "none":
-            self.norm = RMSNorm(head_dim if kind == "head" else num_heads * head_dim, eps)
+            self.norm = RMSNorm(head_dim if kind == "head" else num_heads * head_dim, eps, backend)
 
     def forward(self, o: Tensor) -> Tensor:
         if self.kind == "none":

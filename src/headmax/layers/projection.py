@@ -20,6 +20,19 @@ def joins(*projections: nn.Module | None) -> bool:
     return in_training_graph() and all(type(p) is nn.Linear and p.bias is None for p in projections)
 
 
+def as_multiplied(matrix: Tensor, x: Tensor) -> Tensor:
+    """A matrix in the dtype of its product with x."""
+    return matrix.to(x.dtype if x.dtype == torch.float64 else autocast_dtype(x.device) or x.dtype)  # autocast leaves float64 alone
+
+
+def joint_product(x: Tensor, projections: Sequence[nn.Linear], rows: Tensor | None = None) -> tuple[Tensor, list[int]]:
+    """x [..., E] times all matrices at once, those `rows` [n, E] at the end, and how many columns are whose; any beyond are 0."""
+    matrices = [*(p.weight for p in projections), *([] if rows is None else [rows])]
+    sizes = list(map(len, matrices))
+    spare = x.new_zeros(-sum(sizes) % ALIGNMENT, x.shape[-1])
+    return F.linear(x, torch.cat([as_multiplied(matrix, x) for matrix in (*matrices, spare)])), sizes
+
+
 def project(x: Tensor, projections: Sequence[nn.Linear], rows: Tensor | None = None) -> tuple[list[Tensor], Tensor | None]:
     """x [..., E] times each matrix, and times further `rows` [n, E], None without any.
 
@@ -28,10 +41,6 @@ def project(x: Tensor, projections: Sequence[nn.Linear], rows: Tensor | None = N
     """
     if not joins(*projections):
         return [p(x) for p in projections], None
-    matrices = [*(p.weight for p in projections), *([] if rows is None else [rows])]
-    sizes = list(map(len, matrices))
-    spare = x.new_zeros(-sum(sizes) % ALIGNMENT, x.shape[-1])
-    dtype = x.dtype if x.dtype == torch.float64 else autocast_dtype(x.device) or x.dtype  # autocast leaves float64 alone
-    joint = torch.cat([matrix.to(dtype) for matrix in (*matrices, spare)])
-    products = F.linear(x, joint)[..., : sum(sizes)].split(sizes, dim=-1)
-    return list(products[: len(projections)]), None if rows is None else products[-1]
+    product, sizes = joint_product(x, projections, rows)
+    parts = product[..., : sum(sizes)].split(sizes, dim=-1)
+    return list(parts[: len(projections)]), None if rows is None else parts[-1]

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from headmax.ops.checks import compute_dtype
+from headmax.ops.recompute import recomputed
+from headmax.ops.registry import Lazy, beside, register, select
 
 
 class Rotary(NamedTuple):
@@ -36,3 +38,18 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     cos, sin = rotary
     first, second = x.to(compute_dtype(x.dtype)).chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+def _turned(product: Tensor, cos: Tensor, sin: Tensor, heads: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    qk, rest = product.tensor_split((2 * heads * width,), dim=-1)
+    q, k = (rotate(x.unflatten(-1, (heads, width)), Rotary(cos, sin)) for x in qk.chunk(2, dim=-1))
+    return q, k, rest
+
+
+register("turned", {"reference": _turned, "triton": Lazy("headmax.layers.triton_rotary", "turned", needs="triton", interpreted=True)})
+
+
+def turned(product: Tensor, rotary: Rotary, heads: int, width: int, backend: str = "auto") -> tuple[Tensor, Tensor, Tensor]:
+    """q and k [B,T,H,D], turned, and what else there is, of product [B,T,2 H D + ...]; made again for the backward pass."""
+    run = select("turned", beside(backend), product.device.type, "float64" if product.dtype == torch.float64 else None)
+    return recomputed(lambda *tensors: run(*tensors, heads, width), product, *rotary)

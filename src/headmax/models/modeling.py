@@ -113,10 +113,10 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(
-            Block(MIXERS[name](**config.mixer_arguments(name)), config.hidden_size, config.mlp_width(name), config.norm_eps)
+            Block(MIXERS[name](**config.mixer_arguments(name)), config.hidden_size, config.mlp_width(name), config.norm_eps, config.backend)
             for name in config.mixers
         )
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, config.backend)
         self.uses_attention = [name == "attention" for name in config.mixers]
         self.rotary: list[RotarySettings | None] = [getattr(block.mixer, "rotary", None) for block in self.layers]
         self.gradient_checkpointing = False

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+T = TypeVar("T")
 
 
 @torch.compiler.assume_constant_result
@@ -20,7 +23,7 @@ def in_training_graph() -> bool:
     return torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled() and not _exporting()
 
 
-def recomputed(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+def recomputed(function: Callable[..., T], *tensors: Tensor | None) -> T:
     """function(*tensors), elementwise or nearly so. Only a compiled graph computes it again; eagerly its consumer keeps it anyway."""
     if in_training_graph():
         return checkpoint(function, *tensors, use_reentrant=False, preserve_rng_state=False)

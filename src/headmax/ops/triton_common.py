@@ -159,6 +159,11 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 
 
 @triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + tl.exp2(-x * LOG2_E))
+
+
+@triton.jit
 def base_2(log_decay):
     """A log-decay as a power of two, as kernels keep them: tl.exp2 takes a quarter of tl.exp's instructions.
 

@@ -9,14 +9,12 @@ from torch import Tensor, nn
 
 from headmax.layers.head_gate import HeadGate, HeadGateConfig
 from headmax.layers.initialized import Initialized
-from headmax.layers.mlp import swish_gate
-from headmax.layers.norm import OutputNorm, OutputNormKind
-from headmax.layers.projection import joins, project
-from headmax.layers.rotary import Rotary, RotarySettings
+from headmax.layers.norm import OutputNorm, OutputNormKind, read_out, times_gates
+from headmax.layers.projection import as_multiplied, joins, joint_product, project
+from headmax.layers.rotary import Rotary, RotarySettings, turned
 from headmax.layers.short_conv import ShortConvolution
 from headmax.ops.packing import Packing
 from headmax.ops.recompute import recomputed
-from headmax.ops.sequential import gated
 
 
 class RecurrentState(NamedTuple):
@@ -59,10 +57,12 @@ class Projected(NamedTuple):
     conv: tuple[Tensor, ...]
     """The convolutions' new states."""
     side: list[Tensor]
-    swish: list[Tensor]
-    """The gate of the output, if there is one."""
+    swish: Tensor | None
+    """The gate of the output, if there is one, [B,T,HV*V]."""
     scores: Tensor | None
     """Those of the head gates side by side, if they came out of a product."""
+    turned: bool = False
+    """Whether q and k are turned by their positions already."""
 
 
 def head_width(name: str, width: int | None, total: int, num_heads: int) -> int:
@@ -86,6 +86,8 @@ class RecurrentMixer(Initialized):
 
     rotary: RotarySettings | None = None
     """What a subclass with rotary positions turns q and k by."""
+    turns_projections = False
+    """Whether it turns them as the projections give them."""
     side: tuple[str, ...] = ()
     """Names of further projections that a subclass's recurrence takes."""
 
@@ -116,7 +118,7 @@ class RecurrentMixer(Initialized):
         self.g_proj = nn.Linear(hidden_size, value, bias=False) if output_gate else None
         self.o_proj = nn.Linear(value, hidden_size, bias=False)
         self.convs = nn.ModuleList(ShortConvolution(width, conv_size) for width in (key, key, value)) if conv_size else None
-        self.output_norm = OutputNorm(output_norm, self.num_v_heads, head_v_dim, norm_eps)
+        self.output_norm = OutputNorm(output_norm, self.num_v_heads, head_v_dim, norm_eps, backend)
         self.head_gate: HeadGate | None = None
         self.read_after_norm = False
         if head_gate is not None:
@@ -133,9 +135,13 @@ class RecurrentMixer(Initialized):
         )
         self.read_after_norm = config.read_position == "after_norm"
 
-    def recur(
-        self, q: Tensor, k: Tensor, v: Tensor, side: Sequence[Tensor], positions: Tensor | Rotary | None, **options: Any
-    ) -> tuple[Tensor, Tensor | None]:
+    def turn(
+        self, q: Tensor, k: Tensor, positions: Tensor | Rotary | None, state: RecurrentState | None, packing: Packing | None
+    ) -> tuple[Tensor, Tensor]:
+        """Queries and keys [B,T,H,K] by their positions, where a subclass has such."""
+        return q, k
+
+    def recur(self, q: Tensor, k: Tensor, v: Tensor, side: Sequence[Tensor], **options: Any) -> tuple[Tensor, Tensor | None]:
         """The recurrence on q, k [B,T,H,K], v [B,T,HV,V] and the `side` projections; `options` are gates, state, packing and backend."""
         raise TypeError(f"{type(self).__name__} does not define a recurrence")
 
@@ -159,12 +165,13 @@ class RecurrentMixer(Initialized):
         """
         if mask is not None:
             x = x.masked_fill(~mask.bool().unsqueeze(-1), 0.0)
-        (q, k, v), conv, side, swish, scores = self.project(x, state, packing, return_state)
+        (q, k, v), conv, side, swish, scores, already_turned = self.project(x, state, packing, return_state, positions)
         read, write = (None, None) if self.head_gate is None else self.head_gate(q, k, x, scores, self.backend)
+        if not already_turned:
+            q, k = self.turn(q, k, positions, state, packing)
         o, recurrent = self.recur(
             *(q, k, v),
             side,
-            positions,
             read_gate=None if self.read_after_norm else read,
             write_gate=write,
             initial_state=None if state is None else state.recurrent,
@@ -172,32 +179,39 @@ class RecurrentMixer(Initialized):
             cu_seqlens=packing,
             backend="reference" if self.backend == "auto" and x.shape[1] == 1 else self.backend,  # one token is no chunk
         )
-        mixed = self.o_proj(recomputed(self.finish, o, *swish, *((read,) if self.read_after_norm else ())))
+        mixed = self.finish(o, swish, read if self.read_after_norm else None)
         new_state = RecurrentState(recurrent, conv) if recurrent is not None else None
         return MixerOutput(mixed, new_state, (read, write))
 
-    def finish(self, o: Tensor, *gates: Tensor) -> Tensor:
-        """The read-out [B,T,H,V], normalised and gated: by the read gate where that comes after the norm, and by the swish gate."""
-        o = self.output_norm(o)
-        if self.read_after_norm:
-            o = gated(o, gates[-1])
-        return o.flatten(2) if self.g_proj is None else swish_gate(o.flatten(2), gates[0])
+    def finish(self, o: Tensor, swish: Tensor | None, read: Tensor | None) -> Tensor:
+        """The read-out [B,T,H,V] normalised, times a read gate that comes after the norm and the swish gate, and projected."""
+        if self.output_norm.kind == "head" and joins(self.o_proj):
+            norm = self.output_norm.norm
+            return read_out(o, swish, read, norm.weight, as_multiplied(self.o_proj.weight, o), norm.eps, self.backend)
+        return self.o_proj(recomputed(lambda o, *gates: times_gates(self.output_norm(o), *gates), o, swish, read))
 
-    def project(self, x: Tensor, state: RecurrentState | None, packing: Packing | None, return_state: bool) -> Projected:
+    def project(
+        self, x: Tensor, state: RecurrentState | None, packing: Packing | None, return_state: bool, positions: Tensor | Rotary | None
+    ) -> Projected:
         """All that is a product of x, q, k and v after the short convolution if there is one.
 
-        What elementwise work meets first comes out of one product where that pays (see `project`); q, k and v go to kernels as they are,
-        but for rotary positions.
+        In a training graph the gates' scores, and what else is small, come out of one product with q (see `project`). Not so what goes to
+        kernels, or comes from them in the backward pass: it would have to be copied out of the product, or into its gradient. Queries and
+        keys that are turned first are both in it, and their kernel does the copying.
         """
-        rotated = self.rotary is not None and self.convs is None
-        names = [*("q_proj", "k_proj")[: 2 * rotated], *self.side, *["g_proj"] * (self.g_proj is not None)]
-        modules = [getattr(self, name) for name in names]
+        rotary = positions if self.turns_projections and isinstance(positions, Rotary) and joins(self.q_proj, self.k_proj) else None
+        modules = [self.q_proj, *([getattr(self, name) for name in self.side] if rotary is None else [self.k_proj])]
         rows = None
-        if self.head_gate is not None and (self.convs is None or self.head_gate.source != "head"):
-            rows = self.head_gate.rows(self.q_proj.weight, self.k_proj.weight) if joins(self.q_proj, self.k_proj, *modules) else None
-        products, scores = project(x, modules, rows)
-        made = dict(zip(names, products, strict=True))
-        qkv = [made[name] if name in made else getattr(self, name)(x) for name in ("q_proj", "k_proj", "v_proj")]
+        if self.head_gate is not None and (self.convs is None or self.head_gate.source != "head") and joins(*modules, self.k_proj):
+            rows = self.head_gate.rows(self.q_proj.weight, self.k_proj.weight)
+        v, swish = self.v_proj(x), None if self.g_proj is None else self.g_proj(x)
+        if rotary is not None:
+            product, sizes = joint_product(x, modules, rows)
+            q, k, rest = turned(product, rotary, self.num_heads, self.head_k_dim, self.backend)
+            heads = q, k, v.unflatten(-1, (-1, self.head_v_dim))
+            return Projected(heads, (), [], swish, None if rows is None else rest[..., : sizes[-1]], True)
+        (q, *side), scores = project(x, modules, rows)
+        qkv = [q, self.k_proj(x), v]
         conv: tuple[Tensor, ...] = ()
         if self.convs is not None:
             before = (None, None, None) if state is None else state.conv
@@ -205,6 +219,4 @@ class RecurrentMixer(Initialized):
             pairs = [conv(y, past, **options) for conv, y, past in zip(self.convs, qkv, before, strict=True)]
             qkv, conv = [y for y, _ in pairs], tuple(past for _, past in pairs)
         widths = (self.head_k_dim, self.head_k_dim, self.head_v_dim)
-        heads = tuple(y.unflatten(-1, (-1, width)) for y, width in zip(qkv, widths, strict=True))
-        swish = [made["g_proj"]] if self.g_proj is not None else []
-        return Projected(heads, conv, [made[name] for name in self.side], swish, scores)
+        return Projected(tuple(y.unflatten(-1, (-1, width)) for y, width in zip(qkv, widths, strict=True)), conv, side, swish, scores)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from headmax.layers.head_gate import HeadGateConfig
 from headmax.layers.mixers.base import RecurrentMixer, StepTerms, head_width
 from headmax.layers.norm import OutputNormKind
-from headmax.layers.rotary import Rotary
 from headmax.ops import gated_delta_rule
 from headmax.ops.checks import compute_dtype
 
@@ -64,9 +63,7 @@ class GatedDeltaNet(RecurrentMixer):
         step = torch.exp(torch.empty_like(self.dt_bias).uniform_(-6.9077553, -2.3025851))
         yield self.dt_bias, step + torch.log(-torch.expm1(-step))
 
-    def recur(
-        self, q: Tensor, k: Tensor, v: Tensor, side: Sequence[Tensor], positions: Tensor | Rotary | None, **options: Any
-    ) -> tuple[Tensor, Tensor | None]:
+    def recur(self, q: Tensor, k: Tensor, v: Tensor, side: Sequence[Tensor], **options: Any) -> tuple[Tensor, Tensor | None]:
         dtype = compute_dtype(q.dtype)
         a, b = (y.to(dtype) for y in side)
         log_decay, beta = -self.A_log.to(dtype).exp() * F.softplus(a + self.dt_bias.to(dtype)), b.sigmoid()

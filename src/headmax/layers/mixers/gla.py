@@ -13,7 +13,6 @@ from headmax.layers.feature_map import feature_map as make_feature_map
 from headmax.layers.head_gate import HeadGateConfig
 from headmax.layers.mixers.base import RecurrentMixer, StepTerms, head_width
 from headmax.layers.norm import OutputNormKind
-from headmax.layers.rotary import Rotary
 from headmax.ops import gla
 from headmax.ops.checks import compute_dtype
 from headmax.ops.recompute import recomputed
@@ -56,9 +55,7 @@ class GatedLinearAttention(RecurrentMixer):
         self.decay_down_proj = nn.Linear(hidden_size, decay_rank, bias=False)
         self.decay_up_proj = nn.Linear(decay_rank, num_heads * self.head_k_dim, bias=True)
 
-    def recur(
-        self, q: Tensor, k: Tensor, v: Tensor, side: Sequence[Tensor], positions: Tensor | Rotary | None, **options: Any
-    ) -> tuple[Tensor, Tensor | None]:
+    def recur(self, q: Tensor, k: Tensor, v: Tensor, side: Sequence[Tensor], **options: Any) -> tuple[Tensor, Tensor | None]:
         decay = self.decay_up_proj(side[0]).unflatten(-1, (self.num_heads, self.head_k_dim))
         log_decay = recomputed(lambda decay: F.logsigmoid(decay.to(compute_dtype(q.dtype))) / self.decay_normalizer, decay)
         return gla(self.feature_map(q), self.feature_map(k), v, log_decay, **options)

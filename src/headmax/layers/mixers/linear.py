@@ -12,7 +12,6 @@ from headmax.layers.feature_map import feature_map as make_feature_map
 from headmax.layers.head_gate import HeadGateConfig
 from headmax.layers.mixers.base import RecurrentMixer, StepTerms, head_width
 from headmax.layers.norm import OutputNormKind
-from headmax.layers.rotary import Rotary
 from headmax.ops import linear_attention
 
 
@@ -47,9 +46,7 @@ class LinearAttention(RecurrentMixer):
         )
         self.feature_map, self.feature_name = make_feature_map(feature_map), feature_map
 
-    def recur(
-        self, q: Tensor, k: Tensor, v: Tensor, side: Sequence[Tensor], positions: Tensor | Rotary | None, **options: Any
-    ) -> tuple[Tensor, Tensor | None]:
+    def recur(self, q: Tensor, k: Tensor, v: Tensor, side: Sequence[Tensor], **options: Any) -> tuple[Tensor, Tensor | None]:
         return linear_attention(self.feature_map(q), self.feature_map(k), v, **options)
 
     def step_terms(self) -> StepTerms:

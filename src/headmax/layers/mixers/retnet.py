@@ -11,11 +11,12 @@ from torch import Tensor
 from headmax.layers.feature_map import FeatureMap
 from headmax.layers.feature_map import feature_map as make_feature_map
 from headmax.layers.head_gate import HeadGateConfig
-from headmax.layers.mixers.base import RecurrentMixer, StepTerms, head_width
+from headmax.layers.mixers.base import RecurrentMixer, RecurrentState, StepTerms, head_width
 from headmax.layers.norm import OutputNormKind
 from headmax.layers.rotary import Rotary, RotarySettings, rotate
 from headmax.ops import linear_attention
 from headmax.ops.checks import compute_dtype
+from headmax.ops.packing import Packing
 from headmax.ops.recompute import recomputed
 
 
@@ -54,17 +55,19 @@ class RetNet(RecurrentMixer):
             raise ValueError(f"head_k_dim must be even for rotary positions, got {self.head_k_dim}")
         self.feature_map, self.feature_name = make_feature_map(feature_map), feature_map
         self.rotary = RotarySettings(self.head_k_dim, rotary_base)
+        self.turns_projections = feature_map == "identity" and conv_size is None
 
-    def recur(
-        self, q: Tensor, k: Tensor, v: Tensor, side: Sequence[Tensor], positions: Tensor | Rotary | None, **options: Any
-    ) -> tuple[Tensor, Tensor | None]:
+    def turn(
+        self, q: Tensor, k: Tensor, positions: Tensor | Rotary | None, state: RecurrentState | None, packing: Packing | None
+    ) -> tuple[Tensor, Tensor]:
         if positions is None:
-            if options["initial_state"] is not None:
+            if state is not None:
                 raise ValueError("RetNet: positions must be given with a state, [batch or 1, time], counting from the sequence's start")
-            packing = options["cu_seqlens"]
             positions = torch.arange(q.shape[1], device=q.device)[None] if packing is None else packing.positions[None]
         rotary = positions if isinstance(positions, Rotary) else self.rotary.at(positions, q.dtype)
-        q, k = (recomputed(lambda x: rotate(self.feature_map(x), rotary), x) for x in (q, k))
+        return recomputed(lambda *x: tuple(rotate(self.feature_map(y), rotary) for y in x), q, k)
+
+    def recur(self, q: Tensor, k: Tensor, v: Tensor, side: Sequence[Tensor], **options: Any) -> tuple[Tensor, Tensor | None]:
         return linear_attention(q, k, v, self.log_decay(q.device, compute_dtype(q.dtype)), **options)
 
     def log_decay(self, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,45 @@
+"""SwiGLU: its kernel, and the model's own way of calling it."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from headmax.layers.mlp import SwiGLU
+from headmax.ops.registry import select
+from headmax.ops.spec import distance
+from tests.layers.compare import DEVICES, compare
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)], ids=str)
+@pytest.mark.parametrize("width", [40, 300])
+def test_the_kernel_of_swiglu(width: int, dtype: torch.dtype, bound: float, device: str) -> None:
+    pytest.importorskip("triton")
+    torch.manual_seed(0)
+
+    def function(joint: Tensor, down: Tensor, backend: str) -> tuple[Tensor]:
+        return (select("swiglu", backend, joint.device.type)(joint, down.to(joint.dtype)),)
+
+    compare(function, [torch.randn(2, 17, 2 * width), torch.randn(24, width) / width**0.5], device, dtype, bound)
+
+
+def test_the_operator_of_swiglu_is_registered_properly() -> None:
+    pytest.importorskip("triton")
+    from headmax.layers.triton_swiglu import _swiglu
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.library.opcheck(
+        _swiglu, (torch.randn(5, 24, device=device, requires_grad=True), torch.randn(8, 12, device=device, requires_grad=True))
+    )
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks, at a block's input
+def test_a_training_graph_computes_what_three_projections_do() -> None:
+    torch.manual_seed(0)
+    mlp, x = SwiGLU(16, 24).double(), torch.randn(2, 5, 16, dtype=torch.float64, requires_grad=True)
+    leaves = [x, *mlp.parameters()]
+    expected = torch.autograd.grad(mlp(x).square().sum(), leaves)
+    torch._dynamo.reset()
+    actual = torch.autograd.grad(torch.compile(mlp, fullgraph=True, backend="aot_eager")(x).square().sum(), leaves)
+    for a, e in zip(actual, expected, strict=True):
+        assert distance(a, e) <= 1e-12

@@ -1,0 +1,67 @@
+"""Kernels of the norms against their plain forms in float64."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from headmax.layers.norm import RMSNorm, read_out, rms_norm
+from tests.layers.compare import DEVICES, compare
+
+pytest.importorskip("triton")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)], ids=str)
+@pytest.mark.parametrize("summed", [True, False])
+@pytest.mark.parametrize(("tokens", "width"), [((2, 17), 20), ((1, 65), 384), ((3, 1), 1024)], ids=str)
+def test_the_kernel_of_the_residual_norm(
+    tokens: tuple[int, int], width: int, summed: bool, dtype: torch.dtype, bound: float, device: str
+) -> None:
+    torch.manual_seed(0)
+    x, delta, weight = torch.randn(*tokens, width), torch.randn(*tokens, width), 1 + torch.randn(width)
+    compare(
+        lambda x, delta, weight, backend: rms_norm(x, delta, weight, 1e-3, backend)[0 if summed else 1 :],
+        [x, delta if summed else None, weight],
+        *(device, dtype, bound),
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)], ids=str)
+@pytest.mark.parametrize(("swish", "read"), [(True, False), (True, True), (False, True), (False, False)])
+@pytest.mark.parametrize(("heads", "value"), [(3, 20), (4, 160), (2, 512)])
+def test_the_kernel_of_the_read_out(heads: int, value: int, swish: bool, read: bool, dtype: torch.dtype, bound: float, device: str) -> None:
+    """Read-out, swish gate (some columns of a wider matrix), read gate, norm and output projection, of 2 x 19 tokens."""
+    torch.manual_seed(0)
+    o, wide, gate = torch.randn(2, 19, heads, value), torch.randn(2, 19, heads * value + 8), torch.rand(2, 19, heads)
+    weight, out = 1 + torch.randn(value), torch.randn(24, heads * value) / (heads * value) ** 0.5
+
+    def function(o: Tensor, wide: Tensor | None, gate: Tensor | None, weight: Tensor, out: Tensor, backend: str) -> tuple[Tensor]:
+        columns = None if wide is None else wide[..., : heads * value]
+        return (read_out(o, columns, gate, weight, out.to(o.dtype), 1e-3, backend),)
+
+    compare(function, [o, wide if swish else None, gate if read else None, weight, out], device, dtype, bound)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_norms_operators_are_registered_properly(device: str) -> None:
+    from headmax.layers.triton_norm import _read_out, _rms_norm
+
+    x, weight = torch.randn(2, 5, 24, device=device), torch.ones(24, device=device)
+    for delta in (None, torch.randn_like(x).requires_grad_()):
+        torch.library.opcheck(_rms_norm, (x.clone().requires_grad_(), delta, weight.clone().requires_grad_(), 1e-6))
+    o, out = torch.randn(10, 2, 24, device=device, requires_grad=True), torch.randn(8, 48, device=device, requires_grad=True)
+    gates = torch.randn(10, 48, device=device, requires_grad=True), torch.rand(10, 2, device=device, requires_grad=True)
+    for swish, read in ((None, None), gates):
+        torch.library.opcheck(_read_out, (o, swish, read, weight.clone().requires_grad_(), out, 1e-6))
+
+
+def test_a_norm_of_a_sum_is_the_sum_and_its_norm() -> None:
+    """And a norm outside of a training graph is called as a module, so that its hooks run."""
+    norm, (x, delta) = RMSNorm(6).double(), torch.randn(2, 2, 3, 6, dtype=torch.float64)
+    seen: list[Tensor] = []
+    norm.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    total, normed = norm.of_sum(x, delta)
+    torch.testing.assert_close(total, x + delta)
+    torch.testing.assert_close(normed, total / (total.square().mean(-1, keepdim=True) + 1e-6).sqrt())
+    assert seen[0] is normed

@@ -1,0 +1,44 @@
+"""Queries and keys that are turned on their way out of a product."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from headmax.layers.rotary import RotarySettings, rotate, turned
+from tests.layers.compare import DEVICES, compare
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)], ids=str)
+@pytest.mark.parametrize(("heads", "width", "further", "rows"), [(2, 20, 8, 1), (3, 64, 0, 1), (1, 96, 3, 2)])
+def test_the_kernel_that_turns(heads: int, width: int, further: int, rows: int, dtype: torch.dtype, bound: float, device: str) -> None:
+    """`rows` of positions, one for all of the batch or each its own."""
+    pytest.importorskip("triton")
+    torch.manual_seed(0)
+    positions = torch.randint(0, 1000, (rows, 19))
+
+    def function(product: Tensor, backend: str) -> tuple[Tensor, ...]:
+        rotary = RotarySettings(width, 1e4).at(positions.to(product.device), torch.float64)
+        if product.dtype != torch.float64:
+            rotary = type(rotary)(*(x.float() for x in rotary))
+        return turned(product, rotary, heads, width, backend)
+
+    compare(function, [torch.randn(2, 19, 2 * heads * width + further)], device, dtype, bound)
+
+
+def test_turned_parts_are_those_of_the_product() -> None:
+    torch.manual_seed(0)
+    product, rotary = torch.randn(2, 5, 2 * 3 * 8 + 4, dtype=torch.float64), RotarySettings(8, 1e4).at(torch.arange(5)[None], torch.float64)
+    q, k, rest = turned(product, rotary, 3, 8)
+    torch.testing.assert_close(q, rotate(product[..., :24].unflatten(-1, (3, 8)), rotary))
+    torch.testing.assert_close(k, rotate(product[..., 24:48].unflatten(-1, (3, 8)), rotary))
+    torch.testing.assert_close(rest, product[..., 48:])
+
+
+def test_the_operator_that_turns_is_registered_properly() -> None:
+    pytest.importorskip("triton")
+    from headmax.layers.triton_rotary import _turned
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    cos, sin = torch.randn(2, 5, 4, device=device)
+    torch.library.opcheck(_turned, (torch.randn(10, 19, device=device, requires_grad=True), cos, sin, 1, 8))
