@@ -26,6 +26,9 @@ from headmax.layers.block import Block
 from headmax.layers.decoding import Place, make_slots
 from headmax.layers.triton_conv import short_conv
 from headmax.layers.triton_loss import cross_entropy_rows
+from headmax.layers.triton_norm import read_out, rms_norm
+from headmax.layers.triton_rotary import turned
+from headmax.layers.triton_swiglu import swiglu
 from headmax.ops import head_gate, registry, triton_decayed, triton_tiles
 from headmax.ops.gated_delta_rule import WIDE_DELTA, triton_chunk
 from headmax.ops.head_gate import split_gates
@@ -139,6 +142,18 @@ def calls(dtype: torch.dtype, shared: int) -> Iterator[tuple[str, Callable[[], o
     yield "split_gates", lambda: torch.stack(split_gates(row[..., :8], 2, backend="triton")).sum().backward()
     yield "short_conv", lambda: short_conv(row, taps.requires_grad_(), None).sum().backward()
     yield "packed short_conv", lambda: short_conv(row, taps, torch.arange(70)).sum().backward()
+    for size in (96, 1024):
+        wide = torch.ones(70, 1, size, dtype=dtype, requires_grad=True)
+        yield f"rms_norm {size}", functools.partial(trained, rms_norm, wide, wide, torch.ones(size), 1e-6)
+    o, gates = torch.ones(1, 70, 4, 256, dtype=dtype, requires_grad=True), torch.ones(1, 70, 4)
+    swish, out = torch.ones(1, 70, 1024, dtype=dtype), torch.ones(8, 1024, dtype=dtype)
+    for given in ((None, None), (swish, gates)):
+        yield "read_out", functools.partial(trained, read_out, o, *given, torch.ones(256), out, 1e-6)
+    yield "swiglu", functools.partial(trained, swiglu, torch.ones(1, 70, 640, dtype=dtype, requires_grad=True), out[:, :320])
+    angles = torch.ones(1, 70, 1, 32)
+    for further in (0, 8):
+        product_ = torch.ones(1, 70, 256 + further, dtype=dtype, requires_grad=True)
+        yield "turned", functools.partial(trained, turned, product_, angles, angles, 2, 64)
     yield "loss", lambda: cross_entropy_rows(torch.ones(3, 32_000, dtype=dtype), torch.arange(3))
 
     for name in ("softmax-retnet-340m", "softmax-gla-340m", "softmax-gdn-340m"):
@@ -147,6 +162,12 @@ def calls(dtype: torch.dtype, shared: int) -> Iterator[tuple[str, Callable[[], o
         block = HeadmaxForCausalLM(config).model.layers[0].to(dtype).requires_grad_(False)
         for rows in (1, 8, 64):
             yield f"decoding {rows} {name}", functools.partial(decode, block, rows)
+
+
+def trained(function: Callable[..., Any], *arguments: Any) -> None:
+    """Forward and backward."""
+    made = function(*arguments)
+    sum(x.sum() for x in (made if isinstance(made, tuple) else (made,))).backward()
 
 
 def decode(block: Block, rows: int) -> None:

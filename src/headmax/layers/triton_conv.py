@@ -185,14 +185,15 @@ def _(x, weight, before):
 @torch.library.custom_op("headmax::short_conv_backward", mutates_args=(), tags=(torch.Tag.needs_fixed_stride_order,))
 @on_its_device
 def _backward(d_y: Tensor, x: Tensor, weight: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
+    """d_x, and each span's share of d_weight."""
     d_x, shares = x.new_empty(x.shape), x.new_empty(_spans(x), *weight.shape, dtype=torch.float32)
     _launch(short_conv_gradients_kernel, x, weight, before, d_y.contiguous(), d_x, shares)
-    return d_x, shares.sum(0).to(weight.dtype)
+    return d_x, shares
 
 
 @_backward.register_fake
 def _(d_y, x, weight, before):
-    return x.new_empty(x.shape), torch.empty_like(weight)
+    return x.new_empty(x.shape), x.new_empty(_spans(x), *weight.shape, dtype=torch.float32)
 
 
 def _save(ctx, inputs, output) -> None:
@@ -200,7 +201,8 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _gradient(ctx, d_y):
-    return *_backward(d_y, *ctx.saved_tensors), None
+    d_x, shares = _backward(d_y, *ctx.saved_tensors)
+    return d_x, shares.sum(0).to(ctx.saved_tensors[1].dtype), None
 
 
 _forward.register_autograd(_gradient, setup_context=_save)

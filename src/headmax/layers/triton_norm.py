@@ -120,6 +120,14 @@ def _sizes(x: Tensor, swish: Tensor | None, read: Tensor | None) -> tuple[int, d
     return rows, sizes | {"rows": rows, "stride": stride, "SWISH": swish is not None, "READ": read is not None, "num_warps": WARPS}
 
 
+def _shares(x: Tensor) -> Tensor:
+    """For each program of the gradient kernel its part of d_weight, to be summed by who has use for it."""
+    programs = min(
+        PROGRAMS * processors(x.device), triton.cdiv(x.shape[0] * x.shape[1], max(1, TILE // triton.next_power_of_2(x.shape[2])))
+    )
+    return x.new_empty(programs, x.shape[2], dtype=torch.float32)
+
+
 def _norm(
     x: Tensor, delta: Tensor | None, swish: Tensor | None, read: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor | None, Tensor]:
@@ -132,17 +140,16 @@ def _norm(
 def _gradients(
     d_y: Tensor, d_total: Tensor | None, x: Tensor, swish: Tensor | None, read: Tensor | None, weight: Tensor, eps: float, again: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """d_x, d_swish, d_read, d_weight and, `again`, y; what there is not is empty."""
+    """d_x, d_swish, d_read, the programs' shares of d_weight and, `again`, y; what there is not is empty."""
     rows, sizes = _sizes(x, swish, read)
     made = [torch.empty_like(x) if wanted else x.new_empty(0) for wanted in (True, swish is not None, again)]
     d_read = x.new_empty(0 if read is None else read.shape, dtype=torch.float32)
-    programs = min(PROGRAMS * processors(x.device), triton.cdiv(rows, sizes["BR"]))
-    shares = x.new_empty(programs, x.shape[2], dtype=torch.float32)
-    rms_norm_gradients_kernel[(programs,)](
+    shares = _shares(x)
+    rms_norm_gradients_kernel[(len(shares),)](
         d_y, d_total, x, swish, read, weight, made[0], made[1], d_read, shares, made[2], eps=eps, SUM=d_total is not None, AGAIN=again,
         **sizes,
     )  # fmt: skip
-    return made[0], made[1], d_read, shares.sum(0).to(weight.dtype), made[2]
+    return made[0], made[1], d_read, shares, made[2]
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -166,13 +173,13 @@ def _(x, delta, weight, eps):
 @on_its_device
 def _rms_norm_backward(d_y: Tensor, d_total: Tensor | None, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     d_total = None if d_total is None else _rows(d_total)
-    d_x, _, _, d_weight, _ = _gradients(_rows(d_y), d_total, _rows(x), None, None, weight, eps, again=False)
-    return d_x.view(x.shape), d_weight
+    d_x, _, _, shares, _ = _gradients(_rows(d_y), d_total, _rows(x), None, None, weight, eps, again=False)
+    return d_x.view(x.shape), shares
 
 
 @_rms_norm_backward.register_fake
 def _(d_y, d_total, x, weight, eps):
-    return x.new_empty(x.shape), torch.empty_like(weight)
+    return x.new_empty(x.shape), _shares(_rows(x))
 
 
 def _save_norm(ctx, inputs, output) -> None:
@@ -187,8 +194,8 @@ def _save_norm(ctx, inputs, output) -> None:
 def _norm_gradient(ctx, d_total, d_y):
     x, weight = ctx.saved_tensors
     d_y = torch.zeros_like(x) if d_y is None else d_y
-    d_x, d_weight = _rms_norm_backward(d_y, d_total if ctx.summed else None, x, weight, ctx.eps)
-    return d_x, d_x if ctx.summed else None, d_weight, None
+    d_x, shares = _rms_norm_backward(d_y, d_total if ctx.summed else None, x, weight, ctx.eps)
+    return d_x, d_x if ctx.summed else None, shares.sum(0).to(weight.dtype), None
 
 
 _rms_norm.register_autograd(_norm_gradient, setup_context=_save_norm)
@@ -216,15 +223,15 @@ def _(o, swish, read, weight, out, eps):
 def _read_out_backward(
     d_y: Tensor, o: Tensor, swish: Tensor | None, read: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    d_o, d_swish, d_read, d_weight, y = _gradients(d_y, None, o, swish, read, weight, eps, again=True)
-    return d_o, d_swish if swish is None else d_swish.flatten(1), d_read, d_weight, y.flatten(1)
+    d_o, d_swish, d_read, shares, y = _gradients(d_y, None, o, swish, read, weight, eps, again=True)
+    return d_o, d_swish if swish is None else d_swish.flatten(1), d_read, shares, y.flatten(1)
 
 
 @_read_out_backward.register_fake
 def _(d_y, o, swish, read, weight, eps):
     d_read = o.new_empty(0 if read is None else read.shape, dtype=torch.float32)
     flat = o.new_empty(o.shape[0], o.shape[1] * o.shape[2])
-    return torch.empty_like(o), o.new_empty(0) if swish is None else torch.empty_like(flat), d_read, torch.empty_like(weight), flat
+    return torch.empty_like(o), o.new_empty(0) if swish is None else torch.empty_like(flat), d_read, _shares(o), flat
 
 
 def _save_read_out(ctx, inputs, output) -> None:
@@ -234,8 +241,9 @@ def _save_read_out(ctx, inputs, output) -> None:
 
 def _read_out_gradient(ctx, d_mixed):
     o, swish, read, weight, out = ctx.saved_tensors
-    d_o, d_swish, d_read, d_weight, y = _read_out_backward((d_mixed @ out).view_as(o), o, swish, read, weight, ctx.eps)
-    return d_o, None if swish is None else d_swish, None if read is None else d_read.to(read.dtype), d_weight, d_mixed.T @ y, None
+    d_o, d_swish, d_read, shares, y = _read_out_backward((d_mixed @ out).view_as(o), o, swish, read, weight, ctx.eps)
+    d_swish, d_read = None if swish is None else d_swish, None if read is None else d_read.to(read.dtype)
+    return d_o, d_swish, d_read, shares.sum(0).to(weight.dtype), d_mixed.T @ y, None
 
 
 _read_out.register_autograd(_read_out_gradient, setup_context=_save_read_out)

@@ -36,12 +36,12 @@ def turn_kernel(
         tl.store(target, (first * c - second * s).to(product.dtype.element_ty), mask=inside)
         tl.store(target + HALF, (second * c + first * s).to(product.dtype.element_ty), mask=inside)
     elif E > 0:
-        columns = tl.arange(0, BE)[None, :]
-        joint, own, inside = product + at * stride + 4 * H * HALF + columns, rest + at * E + columns, there & (columns < E)
+        further = tl.arange(0, BE)[None, :]
+        in_product, in_rest, known = product + at * stride + 4 * H * HALF + further, rest + at * E + further, there & (further < E)
         if BACK:
-            tl.store(joint, tl.load(own, mask=inside, other=0.0), mask=inside)
+            tl.store(in_product, tl.load(in_rest, mask=known, other=0.0), mask=known)
         else:
-            tl.store(own, tl.load(joint, mask=inside, other=0.0), mask=inside)
+            tl.store(in_rest, tl.load(in_product, mask=known, other=0.0), mask=known)
 
 
 def _launch(product: Tensor, q: Tensor, k: Tensor, rest: Tensor, cos: Tensor, sin: Tensor, back: bool) -> None:
