@@ -15,9 +15,10 @@ from headmax.layers.feature_map import FEATURE_MAPS
 from headmax.layers.mixers import RecurrentMixer
 from headmax.layers.norm import OutputNorm
 from headmax.layers.rotary import Rotary, RotarySettings, rotate
-from headmax.layers.short_conv import ShortConvolution
+from headmax.layers.short_conv import ShortConvolution, unit_convolution
 from headmax.ops import linear_attention, registry
 from headmax.ops.spec import distance
+from tests.layers.compare import DEVICES, compare
 
 RECURRENT = [name for name in MIXERS if name != "attention"]
 WIDTH = 32
@@ -360,6 +361,27 @@ def test_the_kernel_of_the_short_convolution(time: int, channels: int, width: in
         assert distance(a, e) <= 1e-6
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)], ids=str)
+@pytest.mark.parametrize(("time", "heads", "width", "gates", "bounds"), [
+    (66, 1, 20, 1, None), (7, 3, 96, 3, None), (5, 1, 128, 0, None), (19, 2, 40, 4, [0, 1, 12, 19]),
+])  # fmt: skip
+def test_the_kernel_of_the_convolution_to_unit_length(
+    time: int, heads: int, width: int, gates: int, bounds: list[int] | None, dtype: torch.dtype, bound: float, device: str
+) -> None:
+    """Heads of unit length, and the scores of heads before that: one for each, or several."""
+    pytest.importorskip("triton")
+    torch.manual_seed(0)
+    packing = None if bounds is None else Packing(bounds)
+    weight, scorer = torch.randn(heads * width, 4), torch.randn(gates, width) if gates else None
+
+    def function(x: torch.Tensor, weight: torch.Tensor, scorer: torch.Tensor | None, backend: str) -> list[torch.Tensor]:
+        there = packing and packing.to(x.device)
+        return [y for y in unit_convolution(x, weight, scorer, heads, there, backend) if y is not None]
+
+    compare(function, [torch.randn(2 if bounds is None else 1, time, heads * width), weight, scorer], device, dtype, bound)
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks, at a block's input
 @pytest.mark.parametrize(("name", "options", "products"), [
     ("gla", {"conv_size": None}, 6),  # k, v, swish gate, output, decay up, and one for q, decay down and scores
@@ -386,19 +408,34 @@ def test_a_training_graph_joins_products_and_computes_the_same(name: str, option
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted where there is no GPU")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("settings", [{}, {"write": False, "read_position": "after_norm"}, {"read": False, "kind": "sigmoid"}], ids=str)
-def test_a_training_graph_makes_all_gates_in_one_kernel(settings: dict[str, Any]) -> None:
-    gates = HeadGateConfig(init_std=1.0, **settings)
-    mixer = make("gla", conv_size=None, backend="triton", head_gate=gates).float().requires_grad_()
-    x, leaves = hidden(2, 20).float().requires_grad_(), list(mixer.parameters())
-    expected = torch.autograd.grad(mixer(x).hidden.square().sum(), [x, *leaves])
+@pytest.mark.parametrize(("name", "settings"), [
+    ("gla", {}),
+    ("gla", {"write": False, "read_position": "after_norm"}),
+    ("gla", {"read": False, "kind": "sigmoid"}),
+    ("retnet", {}),
+    ("retnet", None),
+    ("gated_deltanet", {"read_position": "after_norm"}),
+    ("gated_deltanet", None),
+], ids=str)  # fmt: skip
+def test_the_kernels_of_a_training_graph(name: str, settings: dict[str, Any] | None) -> None:
+    """They compute what the plain mixer does, and all its gates are made in one."""
+    gates = None if settings is None else HeadGateConfig(init_std=1.0, **settings)
+    options: dict[str, Any] = {} if name == "gated_deltanet" else {"conv_size": None}
+    mixer = make(name, backend="triton", head_gate=gates, **options).float().requires_grad_()
+    x, leaves = hidden(2, 6).float().requires_grad_(), list(mixer.parameters())
+    positions = None if mixer.rotary is None else mixer.rotary.at(torch.arange(6)[None])
+    expected = torch.autograd.grad(mixer(x, positions=positions).hidden.square().sum(), [x, *leaves])
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(mixer, fullgraph=True, backend=counter)
-    actual = torch.autograd.grad(compiled(x).hidden.square().sum(), [x, *leaves])
+    actual = torch.autograd.grad(compiled(x, positions=positions).hidden.square().sum(), [x, *leaves])
     for a, e in zip(actual, expected, strict=True):
         assert distance(a, e) <= 2e-5
-    assert sum("split_gates" in str(node.target) for node in counter.graphs[0].graph.nodes) == 1
+    called = [str(node.target) for part in counter.graphs[0].modules() if hasattr(part, "graph") for node in part.graph.nodes]
+    kernels = {"retnet": "turned", "gated_deltanet": "short_conv", "gla": "decayed_attention"}
+    for kernel in ("read_out", kernels[name]):
+        assert any(kernel in target for target in called), kernel
+    assert sum("split_gates" in target for target in called) == (gates is not None)
 
 
 def test_the_first_token_reads_the_sign_of_its_own_score() -> None:

@@ -24,7 +24,7 @@ from headmax.bench.tune import WIDTHS
 from headmax.layers import triton_block
 from headmax.layers.block import Block
 from headmax.layers.decoding import Place, make_slots
-from headmax.layers.triton_conv import short_conv
+from headmax.layers.triton_conv import short_conv, unit_conv
 from headmax.layers.triton_loss import cross_entropy_rows
 from headmax.layers.triton_norm import read_out, rms_norm
 from headmax.layers.triton_rotary import turned
@@ -142,6 +142,8 @@ def calls(dtype: torch.dtype, shared: int) -> Iterator[tuple[str, Callable[[], o
     yield "split_gates", lambda: torch.stack(split_gates(row[..., :8], 2, backend="triton")).sum().backward()
     yield "short_conv", lambda: short_conv(row, taps.requires_grad_(), None).sum().backward()
     yield "packed short_conv", lambda: short_conv(row, taps, torch.arange(70)).sum().backward()
+    for scorer in (None, weight[:, :64], weight[:2, :64]):
+        yield "unit_conv", functools.partial(trained, unit_conv, row, taps, None, scorer, 2, 1e-6)
     for size in (96, 1024):
         wide = torch.ones(70, 1, size, dtype=dtype, requires_grad=True)
         yield f"rms_norm {size}", functools.partial(trained, rms_norm, wide, wide, torch.ones(size), 1e-6)
@@ -167,7 +169,7 @@ def calls(dtype: torch.dtype, shared: int) -> Iterator[tuple[str, Callable[[], o
 def trained(function: Callable[..., Any], *arguments: Any) -> None:
     """Forward and backward."""
     made = function(*arguments)
-    sum(x.sum() for x in (made if isinstance(made, tuple) else (made,))).backward()
+    sum(x.sum() for x in (made if isinstance(made, tuple) else (made,)) if x is not None).backward()
 
 
 def decode(block: Block, rows: int) -> None:

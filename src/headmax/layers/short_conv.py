@@ -9,6 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headmax.layers.initialized import Initialized
+from headmax.ops.checks import compute_dtype
+from headmax.ops.gated_delta_rule.reference import EPS
+from headmax.ops.head_gate.reference import scores_of
 from headmax.ops.packing import Packing
 from headmax.ops.registry import Lazy, beside, register, select
 
@@ -25,10 +28,17 @@ def _reference(x: Tensor, weight: Tensor, before: Tensor | None) -> Tensor:
     return F.silu(y)
 
 
-register(
-    "short_conv",
-    {"reference": _reference, "triton": Lazy("headmax.layers.triton_conv", "short_conv", needs="triton", interpreted=True)},
-)
+def _unit_reference(
+    x: Tensor, weight: Tensor, before: Tensor | None, scorer: Tensor | None, heads: int, eps: float
+) -> tuple[Tensor, Tensor | None]:
+    y = _reference(x, weight, before).unflatten(-1, (heads, -1))
+    wide = y.to(compute_dtype(y.dtype))
+    unit = wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)
+    return unit.flatten(2).to(x.dtype), None if scorer is None else scores_of(y, scorer)
+
+
+for _name, _plain in (("short_conv", _reference), ("unit_conv", _unit_reference)):
+    register(_name, {"reference": _plain, "triton": Lazy("headmax.layers.triton_conv", _name, needs="triton", interpreted=True)})
 
 
 def _behind(state: Tensor, x: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
@@ -49,6 +59,15 @@ def short_convolution(
         return run(torch.cat([state.to(x.dtype), x], dim=1), weight, None)[:, state.shape[1] :]
     row, tokens = _behind(state.to(x.dtype), x, packing)
     return run(row, weight, None)[:, tokens]
+
+
+def unit_convolution(
+    x: Tensor, weight: Tensor, scorer: Tensor | None, heads: int, packing: Packing | None = None, backend: str = "auto"
+) -> tuple[Tensor, Tensor | None]:
+    """As `short_convolution`, then each of the heads scaled to unit length as the delta rule does it; and, of what it was before that,
+    the scores [B,T,gates] by scorer [gates,K], as `head_gate` has them."""
+    run = select("unit_conv", beside(backend), x.device.type, "float64" if x.dtype == torch.float64 else None)
+    return run(x, weight, None if packing is None else packing.positions, scorer, heads, EPS)
 
 
 def last_inputs(x: Tensor, width: int, state: Tensor | None, packing: Packing | None) -> Tensor:

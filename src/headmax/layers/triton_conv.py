@@ -1,5 +1,9 @@
 """The short convolution and its silu in Triton: programs go through a span of tokens with the last few inputs in registers, so that each
-tensor is read once, by the gradients of inputs and weights together too."""
+tensor is read once, by the gradients of inputs and weights together too.
+
+A program that has the whole of a head can also scale it to unit length, and score it for the gates before that: what else would be read
+for that again, and written, stays in registers.
+"""
 
 from __future__ import annotations
 
@@ -15,30 +19,47 @@ SPAN = 64
 AHEAD = 4
 """Tokens whose loads are under way together."""
 CHANNELS = 256
-"""Of a program, four to a thread."""
-WARPS = 2
+"""Of a program that does not have a head."""
+PER_THREAD = 4
+"""Channels, but for heads, which a warp has to itself so that it can sum over them without waiting for others."""
 
 
 @triton.jit
-def place(T, D, BD: tl.constexpr, SPAN: tl.constexpr):
-    """Channels, number of the batch row, and first token of this program; blocks of channels are neighbours."""
-    n, wide, spans = tl.program_id(0), tl.cdiv(D, BD), tl.cdiv(T, SPAN)
-    return n % wide * BD + tl.arange(0, BD), (n // wide // spans).to(tl.int64), n // wide % spans * SPAN
+def place(T, D, BD: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr):
+    """Of this program: its block of channels, these, which of them there are, the batch row, and the first token."""
+    n, wide, spans, columns = tl.program_id(0), tl.cdiv(D, BLOCK), tl.cdiv(T, SPAN), tl.arange(0, BD)
+    block = n % wide
+    channels = block * BLOCK + columns
+    return block, channels, (columns < BLOCK) & (channels < D), (n // wide // spans).to(tl.int64), n // wide % spans * SPAN
 
 
 @triton.jit
-def row(x, batch, t, channels, T, D, stride):
-    """The channels of token t of x [B,T,D], whose tokens lie `stride` apart; 0 where there is no such token."""
-    return tl.load(x + (batch * T + t) * stride + channels, mask=(channels < D) & (t >= 0) & (t < T), other=0.0).to(tl.float32)
+def rows_from(x, batch, start, channels, known, T, stride, N: tl.constexpr):
+    """N tokens of x [B,T,D], which lie `stride` apart; 0 where there is no such token."""
+    rows = ()
+    for i in tl.static_range(N):
+        t = start + i
+        found = tl.load(x + (batch * T + t) * stride + channels, mask=known & (t >= 0) & (t < T), other=0.0)
+        rows = beside(rows, found.to(tl.float32))
+    return rows
 
 
 @triton.jit
-def load_weights(weight, channels, D, W: tl.constexpr):
-    """The weights of each tap, from the oldest input's on."""
-    weights = ()
-    for i in tl.static_range(W):
-        weights = beside(weights, tl.load(weight + channels * W + i, mask=channels < D, other=0.0).to(tl.float32))
-    return weights
+def load_rows(base, at, step, known, N: tl.constexpr):
+    """N rows of numbers, `step` apart."""
+    rows = ()
+    for i in tl.static_range(N):
+        rows = beside(rows, tl.load(base + at + i * step, mask=known, other=0.0).to(tl.float32))
+    return rows
+
+
+@triton.jit
+def nothing(N: tl.constexpr, BD: tl.constexpr):
+    """N times zeros."""
+    zeros = ()
+    for _ in tl.static_range(N):
+        zeros = beside(zeros, tl.zeros([BD], tl.float32))
+    return zeros
 
 
 @triton.jit
@@ -87,130 +108,165 @@ def with_products(sums, x, factors, reached, W: tl.constexpr, PACKED: tl.constex
 
 
 @triton.jit
-def first_window(x, batch, start, channels, T, D, stride, W: tl.constexpr):
-    """The W inputs before token `start`."""
-    window = ()
-    for i in tl.static_range(W):
-        window = beside(window, row(x, batch, start - W + i, channels, T, D, stride))
-    return window
-
-
-@triton.jit
-def nothing(W: tl.constexpr, BD: tl.constexpr):
-    """W times zeros."""
-    zeros = ()
-    for _ in tl.static_range(W):
-        zeros = beside(zeros, tl.zeros([BD], tl.float32))
-    return zeros
-
-
-@triton.jit
 def short_conv_kernel(
-    x, weight, before, y, stride, T, D,
-    W: tl.constexpr, BD: tl.constexpr, SPAN: tl.constexpr, AHEAD: tl.constexpr, PACKED: tl.constexpr,
+    x, weight, before, scorer, y, scores, stride, T, D, eps,
+    W: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, AHEAD: tl.constexpr, PACKED: tl.constexpr,
+    UNIT: tl.constexpr, GATES: tl.constexpr,
 ):  # fmt: skip
-    """y_t = silu(Σ_i weight_i x_{t-W+1+i})"""
-    channels, batch, start = place(T, D, BD, SPAN)
-    weights, window = load_weights(weight, channels, D, W), first_window(x, batch, start, channels, T, D, stride, W)
+    """y_t = silu(Σ_i weight_i x_{t-W+1+i}); if UNIT of unit length, the block being a head, which GATES rows of `scorer` score first."""
+    block, channels, known, batch, start = place(T, D, BD, BLOCK, SPAN)
+    weights, window = load_rows(weight, channels * W, 1, known, W), rows_from(x, batch, start - W, channels, known, T, stride, W)
+    scorers = load_rows(scorer, block * (GATES * BLOCK) + tl.arange(0, BD), BLOCK, known, GATES)
     for n in range(start, tl.minimum(start + SPAN, T), AHEAD):
-        inputs = ()
-        for i in tl.static_range(AHEAD):
-            inputs = beside(inputs, row(x, batch, n + i, channels, T, D, stride))
+        inputs = rows_from(x, batch, n, channels, known, T, stride, AHEAD)
         for i in tl.static_range(AHEAD):
             window = moved_on(window, inputs[i], W)
             total = weighted(window, weights, reach(before, n + i, T, W, PACKED), W, PACKED)
-            inside = (channels < D) & (n + i < T)
-            tl.store(y + (batch * T + n + i) * D + channels, (total * sigmoid(total)).to(y.dtype.element_ty), mask=inside)
+            t_y, at = total * sigmoid(total), batch * T + n + i
+            for gate in tl.static_range(GATES):
+                score = scores + (at * tl.cdiv(D, BLOCK) + block) * GATES + gate
+                tl.store(score, tl.sum(t_y * scorers[gate], 0), mask=n + i < T)
+            if UNIT:
+                t_y *= tl.rsqrt(tl.sum(t_y * t_y, 0) + eps)
+            tl.store(y + at * D + channels, t_y.to(y.dtype.element_ty), mask=known & (n + i < T))
 
 
 @triton.jit
 def short_conv_gradients_kernel(
-    x, weight, before, d_y, d_x, d_weight, stride, T, D,
-    W: tl.constexpr, BD: tl.constexpr, SPAN: tl.constexpr, AHEAD: tl.constexpr, PACKED: tl.constexpr,
+    x, weight, before, scorer, d_y, d_scores, d_x, d_weight, d_scorer, stride, T, D, eps,
+    W: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, AHEAD: tl.constexpr, PACKED: tl.constexpr,
+    UNIT: tl.constexpr, GATES: tl.constexpr,
 ):  # fmt: skip
-    """d_x_t = Σ_i weight_i inner_{t+W-1-i} with inner = d_y through the silu, and a share of d_weight_i = Σ_t inner_t x_{t-W+1+i}.
+    """d_x_t = Σ_i weight_i inner_{t+W-1-i}, with inner the gradient of what goes into the silu; and shares of the weights' gradients,
+    d_weight_i = Σ_t inner_t x_{t-W+1+i} and d_scorer = Σ_t d_score_t silu_t.
 
-    A token's d_x is known once W - 1 more inners are: the program goes that much further than its span, whose weights' share ends with it.
+    A token's d_x is known once W - 1 more inners are: the program goes that much further than its span, whose shares end with it.
     """
-    channels, batch, start = place(T, D, BD, SPAN)
-    end = tl.minimum(start + SPAN, T)
-    weights, window = load_weights(weight, channels, D, W), first_window(x, batch, start, channels, T, D, stride, W)
-    shares, open_ = nothing(W, BD), nothing(W, BD)  # the second is d_x of the last W tokens, as far as it is known
+    block, channels, known, batch, start = place(T, D, BD, BLOCK, SPAN)
+    end, columns = tl.minimum(start + SPAN, T), tl.arange(0, BD)
+    weights, window = load_rows(weight, channels * W, 1, known, W), rows_from(x, batch, start - W, channels, known, T, stride, W)
+    scorers = load_rows(scorer, block * (GATES * BLOCK) + columns, BLOCK, known, GATES)
+    shares, scored, open_ = nothing(W, BD), nothing(GATES, BD), nothing(W, BD)  # the last: d_x of W tokens, as far as it is known
     for n in range(start, end + W - 1, AHEAD):
-        inputs, gradients = (), ()
-        for i in tl.static_range(AHEAD):
-            inputs = beside(inputs, row(x, batch, n + i, channels, T, D, stride))
-            gradients = beside(gradients, row(d_y, batch, n + i, channels, T, D, D))
+        inputs, gradients = (
+            rows_from(x, batch, n, channels, known, T, stride, AHEAD),
+            rows_from(d_y, batch, n, channels, known, T, D, AHEAD),
+        )
         for i in tl.static_range(AHEAD):
             window = moved_on(window, inputs[i], W)
             reached = reach(before, n + i, T, W, PACKED)
             total = weighted(window, weights, reached, W, PACKED)
-            gate = sigmoid(total)
-            inner = gradients[i] * gate * (1.0 + total * (1.0 - gate))
-            own = tl.where(n + i < end, inner, 0.0)
-            shares = with_products(shares, own, window, reached, W, PACKED)
+            gate, inner = sigmoid(total), gradients[i]
+            if UNIT:
+                swish = total * gate
+                root = tl.rsqrt(tl.sum(swish * swish, 0) + eps)
+                inner = root * (inner - swish * (root * root * tl.sum(swish * inner, 0)))
+                found = load_rows(d_scores, ((batch * T + n + i) * tl.cdiv(D, BLOCK) + block) * GATES, 1, n + i < T, GATES)
+                summed = ()
+                for j in tl.static_range(GATES):
+                    inner += found[j] * scorers[j]
+                    summed = beside(summed, scored[j] + tl.where(n + i < end, found[j], 0.0) * swish)
+                scored = summed
+            inner *= gate * (1.0 + total * (1.0 - gate))
+            shares = with_products(shares, tl.where(n + i < end, inner, 0.0), window, reached, W, PACKED)
             open_ = with_products(moved_on(open_, tl.zeros([BD], tl.float32), W), inner, weights, reached, W, PACKED)
             t = n + i - (W - 1)
-            inside = (channels < D) & (t >= start) & (t < end)
-            tl.store(d_x + (batch * T + t) * D + channels, open_[0].to(d_x.dtype.element_ty), mask=inside)
-    at = (batch * tl.cdiv(T, SPAN) + start // SPAN) * D + channels
+            tl.store(d_x + (batch * T + t) * D + channels, open_[0].to(d_x.dtype.element_ty), mask=known & (t >= start) & (t < end))
+    span = batch * tl.cdiv(T, SPAN) + start // SPAN
     for i in tl.static_range(W):
-        tl.store(d_weight + at * W + i, shares[i], mask=channels < D)
+        tl.store(d_weight + (span * D + channels) * W + i, shares[i], mask=known)
+    for i in tl.static_range(GATES):
+        tl.store(d_scorer + ((span * tl.cdiv(D, BLOCK) + block) * GATES + i) * BLOCK + columns, scored[i], mask=known)
 
 
 def _spans(x: Tensor) -> int:
     return x.shape[0] * triton.cdiv(x.shape[1], SPAN)
 
 
-def _launch(kernel, x: Tensor, weight: Tensor, before: Tensor | None, *others: Tensor) -> None:
-    sizes = {"T": x.shape[1], "D": x.shape[2], "W": weight.shape[1], "PACKED": before is not None}
-    kernel[(_spans(x) * triton.cdiv(x.shape[2], CHANNELS),)](
-        x, weight, before, *others, x.stride(1), **sizes, BD=CHANNELS, SPAN=SPAN, AHEAD=AHEAD, num_warps=WARPS
-    )
+def _launch(
+    kernel, x: Tensor, weight: Tensor, before: Tensor | None, scorer: Tensor | None, heads: int, eps: float, *others: Tensor
+) -> None:
+    block = x.shape[2] // heads if heads else CHANNELS
+    width = triton.next_power_of_2(block)
+    kernel[(_spans(x) * triton.cdiv(x.shape[2], block),)](
+        x, weight, before, scorer, *others, x.stride(1), T=x.shape[1], D=x.shape[2], eps=eps, W=weight.shape[1], BD=width, BLOCK=block,
+        SPAN=SPAN, AHEAD=AHEAD, PACKED=before is not None, UNIT=heads > 0, GATES=0 if scorer is None else scorer.shape[0] // heads,
+        num_warps=max(1, width // 256) if heads else CHANNELS // (32 * PER_THREAD),
+    )  # fmt: skip
+
+
+def _outputs(x: Tensor, scorer: Tensor | None) -> tuple[Tensor, Tensor]:
+    """y and scores, not filled in."""
+    return x.new_empty(x.shape), x.new_empty(*x.shape[:2], 0 if scorer is None else scorer.shape[0], dtype=torch.float32)
 
 
 @torch.library.custom_op("headmax::short_conv", mutates_args=(), tags=(torch.Tag.needs_fixed_stride_order,))
 @on_its_device
-def _forward(x: Tensor, weight: Tensor, before: Tensor | None) -> Tensor:
-    y = x.new_empty(x.shape)
-    _launch(short_conv_kernel, x, weight, before, y)
-    return y
+def _forward(x: Tensor, weight: Tensor, before: Tensor | None, scorer: Tensor | None, heads: int, eps: float) -> tuple[Tensor, Tensor]:
+    """y, of `heads` of unit length unless that is 0, and [B,T,gates] scores, empty without a scorer [gates,K]."""
+    made = _outputs(x, scorer)
+    _launch(short_conv_kernel, x, weight, before, scorer, heads, eps, *made)
+    return made
 
 
 @_forward.register_fake
-def _(x, weight, before):
-    return x.new_empty(x.shape)
+def _(x, weight, before, scorer, heads, eps):
+    return _outputs(x, scorer)
+
+
+def _gradients(x: Tensor, weight: Tensor, scorer: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """d_x and each span's share of d_weight and d_scorer, not filled in."""
+    shapes = (weight.shape, (0,) if scorer is None else scorer.shape)
+    shares, scored = (x.new_empty(_spans(x), *shape, dtype=torch.float32) for shape in shapes)
+    return x.new_empty(x.shape), shares, scored
 
 
 @torch.library.custom_op("headmax::short_conv_backward", mutates_args=(), tags=(torch.Tag.needs_fixed_stride_order,))
 @on_its_device
-def _backward(d_y: Tensor, x: Tensor, weight: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
-    """d_x, and each span's share of d_weight."""
-    d_x, shares = x.new_empty(x.shape), x.new_empty(_spans(x), *weight.shape, dtype=torch.float32)
-    _launch(short_conv_gradients_kernel, x, weight, before, d_y.contiguous(), d_x, shares)
-    return d_x, shares
+def _backward(
+    d_y: Tensor, d_scores: Tensor, x: Tensor, weight: Tensor, before: Tensor | None, scorer: Tensor | None, heads: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    made = _gradients(x, weight, scorer)
+    _launch(short_conv_gradients_kernel, x, weight, before, scorer, heads, eps, d_y.contiguous(), d_scores.contiguous(), *made)
+    return made
 
 
 @_backward.register_fake
-def _(d_y, x, weight, before):
-    return x.new_empty(x.shape), x.new_empty(_spans(x), *weight.shape, dtype=torch.float32)
+def _(d_y, d_scores, x, weight, before, scorer, heads, eps):
+    return _gradients(x, weight, scorer)
 
 
 def _save(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs)
+    *tensors, ctx.heads, ctx.eps = inputs
+    ctx.save_for_backward(*tensors)
 
 
-def _gradient(ctx, d_y):
-    d_x, shares = _backward(d_y, *ctx.saved_tensors)
-    return d_x, shares.sum(0).to(ctx.saved_tensors[1].dtype), None
+def _gradient(ctx, d_y, d_scores):
+    x, weight, before, scorer = ctx.saved_tensors
+    d_x, shares, scored = _backward(d_y, d_scores, x, weight, before, scorer, ctx.heads, ctx.eps)
+    d_scorer = None if scorer is None else scored.sum(0).to(scorer.dtype)
+    return d_x, shares.sum(0).to(weight.dtype), None, d_scorer, None, None
 
 
 _forward.register_autograd(_gradient, setup_context=_save)
 
 
-def short_conv(x: Tensor, weight: Tensor, before: Tensor | None) -> Tensor:
-    """silu of the causal depthwise convolution of x [B,T,D] with weight [D,W]; `before` [T] counts a packed token's predecessors."""
+def _run(x: Tensor, weight: Tensor, before: Tensor | None, scorer: Tensor | None, heads: int, eps: float) -> tuple[Tensor, Tensor]:
     if x.dtype == torch.float64:
         raise ValueError("short_conv: backend 'triton' computes in float32, got torch.float64; use 'chunkwise'")
     regular = x.stride(2) == 1 and x.stride(0) == x.shape[1] * x.stride(1)  # rows of a wider matrix too
-    return _forward(x if regular else x.contiguous(), weight.contiguous(), before)
+    scorer = None if scorer is None else scorer.contiguous()
+    return _forward(x if regular else x.contiguous(), weight.contiguous(), before, scorer, heads, eps)
+
+
+def short_conv(x: Tensor, weight: Tensor, before: Tensor | None) -> Tensor:
+    """silu of the causal depthwise convolution of x [B,T,D] with weight [D,W]; `before` [T] counts a packed token's predecessors."""
+    return _run(x, weight, before, None, 0, 0.0)[0]
+
+
+def unit_conv(
+    x: Tensor, weight: Tensor, before: Tensor | None, scorer: Tensor | None, heads: int, eps: float
+) -> tuple[Tensor, Tensor | None]:
+    """As `short_conv`, then each of the heads scaled to unit length; and their scores [B,T,gates] before that, by scorer [gates,K]."""
+    y, scores = _run(x, weight, before, scorer, heads, eps)
+    return y, None if scorer is None else scores

@@ -15,10 +15,10 @@ from torch import Tensor
 from headmax.ops.triton_common import on_its_device, sigmoid
 from headmax.ops.triton_tiles import processors
 
-TILE = 4096
+TILE = 2048
 """Numbers of a tile, of as many rows as that makes."""
 WARPS = 8
-PROGRAMS = 4
+PROGRAMS = 3
 """Of the gradient kernel, on each processor."""
 
 

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from headmax.ops.triton_common import on_its_device
 
-TOKENS = 16
+TOKENS = 8
 """Of a program, which takes one head."""
+ALIGNED = 64
+"""Numbers of 128 bytes, in which memory is read."""
 
 
 @triton.jit
@@ -69,11 +71,12 @@ def _parts(product: Tensor, heads: int, width: int) -> tuple[Tensor, Tensor, Ten
     return q, k, product.new_empty(tokens, columns - 2 * heads * width)
 
 
-@torch.library.custom_op("headmax::turned", mutates_args=())
+@torch.library.custom_op("headmax::turned", mutates_args=(), tags=(torch.Tag.needs_fixed_stride_order,))
 @on_its_device
 def _turned(product: Tensor, cos: Tensor, sin: Tensor, heads: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows of the product may lie further apart than they are long, as a compiler has them for their alignment."""
     parts = _parts(product, heads, width)
-    _launch(product.contiguous(), *parts, cos, sin, back=False)
+    _launch(product if product.stride(1) == 1 else product.contiguous(), *parts, cos, sin, back=False)
     return parts
 
 
@@ -82,17 +85,23 @@ def _(product, cos, sin, heads, width):
     return _parts(product, heads, width)
 
 
+def _empty_product(q: Tensor, rest: Tensor) -> Tensor:
+    """With rows that begin at multiples of ALIGNED."""
+    columns = 2 * q.shape[1] * q.shape[2] + rest.shape[1]
+    return q.new_empty_strided((q.shape[0], columns), (triton.cdiv(columns, ALIGNED) * ALIGNED, 1))
+
+
 @torch.library.custom_op("headmax::turned_backward", mutates_args=())
 @on_its_device
 def _turned_backward(d_q: Tensor, d_k: Tensor, d_rest: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    d_product = d_q.new_empty(d_q.shape[0], 2 * d_q.shape[1] * d_q.shape[2] + d_rest.shape[1])
+    d_product = _empty_product(d_q, d_rest)
     _launch(d_product, d_q.contiguous(), d_k.contiguous(), d_rest.contiguous(), cos, sin, back=True)
     return d_product
 
 
 @_turned_backward.register_fake
 def _(d_q, d_k, d_rest, cos, sin):
-    return d_q.new_empty(d_q.shape[0], 2 * d_q.shape[1] * d_q.shape[2] + d_rest.shape[1])
+    return _empty_product(d_q, d_rest)
 
 
 def _save(ctx, inputs, output) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headmax.ops.triton_common import on_its_device, sigmoid
 
-ROWS, COLUMNS = 8, 256
+ROWS, COLUMNS = 4, 256
 """Tokens and channels of a program."""
 
 

@@ -61,8 +61,8 @@ class Projected(NamedTuple):
     """The gate of the output, if there is one, [B,T,HV*V]."""
     scores: Tensor | None
     """Those of the head gates side by side, if they came out of a product."""
-    turned: bool = False
-    """Whether q and k are turned by their positions already."""
+    ready: bool = False
+    """Whether q and k are turned by their positions, or scaled, as the recurrence takes them."""
 
 
 def head_width(name: str, width: int | None, total: int, num_heads: int) -> int:
@@ -141,7 +141,7 @@ class RecurrentMixer(Initialized):
         """Queries and keys [B,T,H,K] by their positions, where a subclass has such."""
         return q, k
 
-    def recur(self, q: Tensor, k: Tensor, v: Tensor, side: Sequence[Tensor], **options: Any) -> tuple[Tensor, Tensor | None]:
+    def recur(self, q: Tensor, k: Tensor, v: Tensor, side: Sequence[Tensor], ready: bool, **options: Any) -> tuple[Tensor, Tensor | None]:
         """The recurrence on q, k [B,T,H,K], v [B,T,HV,V] and the `side` projections; `options` are gates, state, packing and backend."""
         raise TypeError(f"{type(self).__name__} does not define a recurrence")
 
@@ -165,13 +165,14 @@ class RecurrentMixer(Initialized):
         """
         if mask is not None:
             x = x.masked_fill(~mask.bool().unsqueeze(-1), 0.0)
-        (q, k, v), conv, side, swish, scores, already_turned = self.project(x, state, packing, return_state, positions)
+        (q, k, v), conv, side, swish, scores, ready = self.project(x, state, packing, return_state, positions)
         read, write = (None, None) if self.head_gate is None else self.head_gate(q, k, x, scores, self.backend)
-        if not already_turned:
+        if not ready:
             q, k = self.turn(q, k, positions, state, packing)
         o, recurrent = self.recur(
             *(q, k, v),
             side,
+            ready,
             read_gate=None if self.read_after_norm else read,
             write_gate=write,
             initial_state=None if state is None else state.recurrent,
@@ -211,12 +212,18 @@ class RecurrentMixer(Initialized):
             heads = q, k, v.unflatten(-1, (-1, self.head_v_dim))
             return Projected(heads, (), [], swish, None if rows is None else rest[..., : sizes[-1]], True)
         (q, *side), scores = project(x, modules, rows)
-        qkv = [q, self.k_proj(x), v]
-        conv: tuple[Tensor, ...] = ()
-        if self.convs is not None:
-            before = (None, None, None) if state is None else state.conv
-            options = {"packing": packing, "return_state": return_state, "backend": self.backend}
-            pairs = [conv(y, past, **options) for conv, y, past in zip(self.convs, qkv, before, strict=True)]
-            qkv, conv = [y for y, _ in pairs], tuple(past for _, past in pairs)
+        qkv, conv, found, ready = self.convolve([q, self.k_proj(x), v], state, packing, return_state)
         widths = (self.head_k_dim, self.head_k_dim, self.head_v_dim)
-        return Projected(tuple(y.unflatten(-1, (-1, width)) for y, width in zip(qkv, widths, strict=True)), conv, side, swish, scores)
+        heads = tuple(y.unflatten(-1, (-1, width)) for y, width in zip(qkv, widths, strict=True))
+        return Projected(heads, conv, side, swish, scores if found is None else found, ready)
+
+    def convolve(
+        self, qkv: list[Tensor], state: RecurrentState | None, packing: Packing | None, return_state: bool
+    ) -> tuple[list[Tensor], tuple[Tensor, ...], Tensor | None, bool]:
+        """q, k and v [B,T,...] after the short convolutions, if there are such, and these' states; scores and `ready` as in Projected."""
+        if self.convs is None:
+            return qkv, (), None, False
+        before = (None, None, None) if state is None else state.conv
+        options = {"packing": packing, "return_state": return_state, "backend": self.backend}
+        pairs = [conv(y, past, **options) for conv, y, past in zip(self.convs, qkv, before, strict=True)]
+        return [y for y, _ in pairs], tuple(past for _, past in pairs), None, False

@@ -10,10 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headmax.layers.head_gate import HeadGateConfig
-from headmax.layers.mixers.base import RecurrentMixer, StepTerms, head_width
+from headmax.layers.mixers.base import RecurrentMixer, RecurrentState, StepTerms, head_width
 from headmax.layers.norm import OutputNormKind
+from headmax.layers.short_conv import unit_convolution
 from headmax.ops import gated_delta_rule
 from headmax.ops.checks import compute_dtype
+from headmax.ops.packing import Packing
+from headmax.ops.recompute import in_training_graph
 
 
 class GatedDeltaNet(RecurrentMixer):
@@ -63,11 +66,27 @@ class GatedDeltaNet(RecurrentMixer):
         step = torch.exp(torch.empty_like(self.dt_bias).uniform_(-6.9077553, -2.3025851))
         yield self.dt_bias, step + torch.log(-torch.expm1(-step))
 
-    def recur(self, q: Tensor, k: Tensor, v: Tensor, side: Sequence[Tensor], **options: Any) -> tuple[Tensor, Tensor | None]:
+    def convolve(
+        self, qkv: list[Tensor], state: RecurrentState | None, packing: Packing | None, return_state: bool
+    ) -> tuple[list[Tensor], tuple[Tensor, ...], Tensor | None, bool]:
+        """In a training graph q and k leave their convolutions scaled, and scored for the gates, which are made from them before that."""
+        if self.convs is None or state is not None or return_state or not in_training_graph():
+            return super().convolve(qkv, state, packing, return_state)
+        gate = self.head_gate
+        scorers = (None, None) if gate is None or gate.source != "head" else (gate.read_weight, gate.write_weight)
+        pairs = [
+            unit_convolution(y, conv.weight, scorer, self.num_heads, packing, self.backend)  # type: ignore[arg-type]
+            for y, conv, scorer in zip(qkv[:2], self.convs[:2], scorers, strict=True)
+        ]
+        scores = [score for _, score in pairs if score is not None]
+        v, _ = self.convs[2](qkv[2], packing=packing, backend=self.backend)
+        return [*(y for y, _ in pairs), v], (), torch.cat(scores, dim=-1) if scores else None, True
+
+    def recur(self, q: Tensor, k: Tensor, v: Tensor, side: Sequence[Tensor], ready: bool, **options: Any) -> tuple[Tensor, Tensor | None]:
         dtype = compute_dtype(q.dtype)
         a, b = (y.to(dtype) for y in side)
         log_decay, beta = -self.A_log.to(dtype).exp() * F.softplus(a + self.dt_bias.to(dtype)), b.sigmoid()
-        return gated_delta_rule(q, k, v, log_decay, beta, normalize_qk=True, **options)
+        return gated_delta_rule(q, k, v, log_decay, beta, normalize_qk=not ready, **options)
 
     def step_terms(self) -> StepTerms:
         return StepTerms("delta", "unit_length", (self.a_proj, self.b_proj), self.A_log, self.dt_bias)

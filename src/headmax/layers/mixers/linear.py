@@ -46,7 +46,7 @@ class LinearAttention(RecurrentMixer):
         )
         self.feature_map, self.feature_name = make_feature_map(feature_map), feature_map
 
-    def recur(self, q: Tensor, k: Tensor, v: Tensor, side: Sequence[Tensor], **options: Any) -> tuple[Tensor, Tensor | None]:
+    def recur(self, q: Tensor, k: Tensor, v: Tensor, side: Sequence[Tensor], ready: bool, **options: Any) -> tuple[Tensor, Tensor | None]:
         return linear_attention(self.feature_map(q), self.feature_map(k), v, **options)
 
     def step_terms(self) -> StepTerms:

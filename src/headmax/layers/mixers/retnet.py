@@ -67,7 +67,7 @@ class RetNet(RecurrentMixer):
         rotary = positions if isinstance(positions, Rotary) else self.rotary.at(positions, q.dtype)
         return recomputed(lambda *x: tuple(rotate(self.feature_map(y), rotary) for y in x), q, k)
 
-    def recur(self, q: Tensor, k: Tensor, v: Tensor, side: Sequence[Tensor], **options: Any) -> tuple[Tensor, Tensor | None]:
+    def recur(self, q: Tensor, k: Tensor, v: Tensor, side: Sequence[Tensor], ready: bool, **options: Any) -> tuple[Tensor, Tensor | None]:
         return linear_attention(q, k, v, self.log_decay(q.device, compute_dtype(q.dtype)), **options)
 
     def log_decay(self, device: torch.device, dtype: torch.dtype) -> Tensor:
