@@ -20,6 +20,8 @@ OutputNormKind = Literal["head", "joint", "none"]
 
 WIDEST = 2**14
 """Channels that a kernel holds at once."""
+FEW = 2**18
+"""Numbers below which an eager norm is over before Python has launched it."""
 
 
 def normalized(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -49,7 +51,11 @@ for _name, _plain in (("rms_norm", _rms_norm), ("read_out", _read_out)):
 
 def _no_kernel(x: Tensor) -> str | None:
     """Why "auto" keeps to the plain form, or None."""
-    return "float64" if x.dtype == torch.float64 else f"more than {WIDEST} channels" if x.shape[-1] > WIDEST else None
+    if x.dtype == torch.float64:
+        return "float64"
+    if x.shape[-1] > WIDEST:
+        return f"more than {WIDEST} channels"
+    return None if torch.compiler.is_compiling() or x.numel() >= FEW else "few numbers: PyTorch's own launches take less time"
 
 
 def rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, backend: str = "auto") -> tuple[Tensor, Tensor]:
