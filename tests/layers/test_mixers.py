@@ -24,11 +24,11 @@ RECURRENT = [name for name in MIXERS if name != "attention"]
 WIDTH = 32
 
 
-def make(name: str, **options: Any) -> nn.Module:
+def make(name: str, *, heads: int = 4, **options: Any) -> nn.Module:
     torch.manual_seed(0)
     if name != "attention":
         options = {"conv_size": 4, "head_gate": HeadGateConfig(init_std=1.0)} | options
-    return MIXERS[name](WIDTH, 4, **options).double().requires_grad_(False)
+    return MIXERS[name](WIDTH, heads, **options).double().requires_grad_(False)
 
 
 def hidden(batch: int, time: int, seed: int = 0) -> torch.Tensor:
@@ -421,7 +421,7 @@ def test_the_kernels_of_a_training_graph(name: str, settings: dict[str, Any] | N
     """They compute what the plain mixer does, and all its gates are made in one."""
     gates = None if settings is None else HeadGateConfig(init_std=1.0, **settings)
     options: dict[str, Any] = {} if name == "gated_deltanet" else {"conv_size": None}
-    mixer = make(name, backend="triton", head_gate=gates, **options).float().requires_grad_()
+    mixer = make(name, backend="triton", head_gate=gates, heads=2, **options).float().requires_grad_()
     x, leaves = hidden(2, 6).float().requires_grad_(), list(mixer.parameters())
     positions = None if mixer.rotary is None else mixer.rotary.at(torch.arange(6)[None])
     expected = torch.autograd.grad(mixer(x, positions=positions).hidden.square().sum(), [x, *leaves])
@@ -436,6 +436,55 @@ def test_the_kernels_of_a_training_graph(name: str, settings: dict[str, Any] | N
     for kernel in ("read_out", kernels[name]):
         assert any(kernel in target for target in called), kernel
     assert sum("split_gates" in target for target in called) == (gates is not None)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("name", ["gla", "retnet", "gated_deltanet"])
+def test_modules_with_hooks_or_in_other_forms_are_called_by_a_training_graph_too(name: str) -> None:
+    """A hook doubles what its module gives; an adapter stands where a norm was."""
+
+    class Doubled(nn.Module):
+        def __init__(self, norm: nn.Module) -> None:
+            super().__init__()
+            self.norm = norm
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * self.norm(x)
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_heads": 2, "vocab_size": 20}
+    model = HeadmaxForCausalLM(HeadmaxConfig(mixer=name, **sizes, head_gate=HeadGateConfig(init_std=1.0))).double()
+    block, x = model.model.layers[0], torch.randn(2, 5, 16, dtype=torch.float64)
+    hooked = ["mlp_norm", "mlp.gate_proj", "mlp.down_proj", "mixer.o_proj", "mixer.output_norm", "mixer.q_proj", "mixer.k_proj"]
+    parts = [block.get_submodule(part) for part in (*hooked, *["mixer.convs.0"] * (name == "gated_deltanet"))]
+
+    def double(module: nn.Module, inputs: Any, output: Any) -> Any:
+        return (2 * output[0], output[1]) if isinstance(output, tuple) else 2 * output
+
+    def agree() -> bool:
+        torch._dynamo.reset()
+        compiled = torch.compile(block, fullgraph=True, backend="eager")
+        return distance(compiled(x.requires_grad_()).hidden, block(x).hidden) <= 1e-10
+
+    handles = [part.register_forward_hook(double) for part in parts]
+    assert agree()
+    for handle in handles:
+        handle.remove()
+    block.mlp_norm, block.mixer.output_norm.norm = Doubled(block.mlp_norm), Doubled(block.mixer.output_norm.norm)
+    assert agree()
+
+
+def test_the_operator_of_the_short_convolution_is_registered_properly() -> None:
+    pytest.importorskip("triton")
+    from headmax.layers.triton_conv import _forward, short_conv
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x, weight, scorer = (torch.randn(shape, device=device, requires_grad=True) for shape in ((1, 5, 6), (6, 3), (2, 3)))
+    for given in ((None, 0), (None, 2), (scorer, 2)):
+        torch.library.opcheck(_forward, (x, weight, None, *given, 1e-6))
+    single = torch.randn(1, 3, 6, device=device).transpose(0, 1)  # one token each, whose strides say little
+    torch.testing.assert_close(
+        short_conv(single, weight, None), short_conv(single.clone(memory_format=torch.contiguous_format), weight, None)
+    )
 
 
 def test_the_first_token_reads_the_sign_of_its_own_score() -> None:

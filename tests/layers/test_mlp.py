@@ -34,12 +34,19 @@ def test_the_operator_of_swiglu_is_registered_properly() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks, at a block's input
-def test_a_training_graph_computes_what_three_projections_do() -> None:
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize(("width", "shape"), [(24, (2, 5, 16)), (25, (2, 5, 16)), (26, (5, 16))], ids=str)
+def test_a_training_graph_computes_what_three_projections_do(width: int, shape: tuple[int, ...], backend: str) -> None:
+    """Of any width, though matrices side by side are filled up to a multiple of 8."""
+    if backend == "triton":
+        pytest.importorskip("triton")
+        if torch.cuda.is_available():
+            pytest.skip("the interpreter runs where there is no GPU")
     torch.manual_seed(0)
-    mlp, x = SwiGLU(16, 24).double(), torch.randn(2, 5, 16, dtype=torch.float64, requires_grad=True)
+    mlp, x = SwiGLU(16, width, backend), torch.randn(shape, requires_grad=True)
     leaves = [x, *mlp.parameters()]
     expected = torch.autograd.grad(mlp(x).square().sum(), leaves)
     torch._dynamo.reset()
     actual = torch.autograd.grad(torch.compile(mlp, fullgraph=True, backend="aot_eager")(x).square().sum(), leaves)
     for a, e in zip(actual, expected, strict=True):
-        assert distance(a, e) <= 1e-12
+        assert distance(a, e) <= 1e-5

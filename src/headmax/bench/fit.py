@@ -143,10 +143,12 @@ def calls(dtype: torch.dtype, shared: int) -> Iterator[tuple[str, Callable[[], o
     yield "short_conv", lambda: short_conv(row, taps.requires_grad_(), None).sum().backward()
     yield "packed short_conv", lambda: short_conv(row, taps, torch.arange(70)).sum().backward()
     for scorer in (None, weight[:, :64], weight[:2, :64]):
-        yield "unit_conv", functools.partial(trained, unit_conv, row, taps, None, scorer, 2, 1e-6)
+        yield "unit_conv", functools.partial(trained, unit_conv, row, taps, None, scorer, 2)
+    yield "packed unit_conv", functools.partial(trained, unit_conv, row, taps, torch.arange(70), None, 2)
     for size in (96, 1024):
         wide = torch.ones(70, 1, size, dtype=dtype, requires_grad=True)
-        yield f"rms_norm {size}", functools.partial(trained, rms_norm, wide, wide, torch.ones(size), 1e-6)
+        for delta in (wide, None):
+            yield f"rms_norm {size}", functools.partial(trained, rms_norm, wide, delta, torch.ones(size), 1e-6)
     o, gates = torch.ones(1, 70, 4, 256, dtype=dtype, requires_grad=True), torch.ones(1, 70, 4)
     swish, out = torch.ones(1, 70, 1024, dtype=dtype), torch.ones(8, 1024, dtype=dtype)
     for given in ((None, None), (swish, gates)):

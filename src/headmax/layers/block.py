@@ -8,8 +8,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from headmax.layers.mixers import MixerOutput
 from headmax.layers.mlp import SwiGLU
 from headmax.layers.norm import RMSNorm
+from headmax.layers.projection import bare
 from headmax.layers.rotary import Rotary
 from headmax.ops.packing import Packing
+from headmax.ops.recompute import in_training_graph
 
 LORA_TARGETS = (
     *("q_proj", "k_proj", "v_proj", "g_proj", "o_proj"),
@@ -42,5 +44,9 @@ class Block(GradientCheckpointingLayer):
         mixed, state, gates = self.mixer(
             self.mixer_norm(x), state=state, return_state=return_state, positions=positions, packing=packing, mask=mask
         )
-        x, normed = self.mlp_norm.of_sum(x, mixed)
+        if in_training_graph() and bare(self.mlp_norm, RMSNorm) and x.dtype == mixed.dtype:
+            x, normed = self.mlp_norm.of_sum(x, mixed)
+        else:
+            x = x + mixed
+            normed = self.mlp_norm(x)
         return MixerOutput(x + self.mlp(normed), state, gates if return_gates else None)

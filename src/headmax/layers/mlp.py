@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headmax.layers.projection import as_multiplied, joins, joint_product
 from headmax.ops.recompute import recomputed
-from headmax.ops.registry import Lazy, beside, register, select
+from headmax.ops.registry import Lazy, around, register
 
 
 def swiglu_width(hidden_size: int, ratio: float) -> int:
@@ -40,7 +39,7 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if joins(self.gate_proj, self.up_proj, self.down_proj):
-            run = select("swiglu", beside(self.backend), x.device.type, "float64" if x.dtype == torch.float64 else None)
-            joint, _ = joint_product(x, [self.gate_proj, self.up_proj])
-            return run(joint, as_multiplied(self.down_proj.weight, joint))
-        return self.down_proj(swish_gate(self.up_proj(x), self.gate_proj(x)))
+            joint, sizes = joint_product(x, [self.gate_proj, self.up_proj])
+            joint = joint[..., : sum(sizes)]
+            return around("swiglu", self.backend, x)(joint, as_multiplied(self.down_proj.weight, joint))
+        return self.down_proj(recomputed(swish_gate, self.up_proj(x), self.gate_proj(x)))

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from headmax.layers.initialized import Initialized
 from headmax.layers.mlp import swish_gate
-from headmax.ops.checks import compute_dtype
-from headmax.ops.recompute import in_training_graph, recomputed
-from headmax.ops.registry import Lazy, beside, register, select, suggest
+from headmax.ops.checks import check_shape, compute_dtype
+from headmax.ops.recompute import recomputed
+from headmax.ops.registry import Lazy, around, register, suggest
 from headmax.ops.sequential import gated
 
 OutputNormKind = Literal["head", "joint", "none"]
@@ -51,8 +51,6 @@ for _name, _plain in (("rms_norm", _rms_norm), ("read_out", _read_out)):
 
 def _no_kernel(x: Tensor) -> str | None:
     """Why "auto" keeps to the plain form, or None."""
-    if x.dtype == torch.float64:
-        return "float64"
     if x.shape[-1] > WIDEST:
         return f"more than {WIDEST} channels"
     return None if torch.compiler.is_compiling() or x.numel() >= FEW else "few numbers: PyTorch's own launches take less time"
@@ -60,14 +58,17 @@ def _no_kernel(x: Tensor) -> str | None:
 
 def rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, backend: str = "auto") -> tuple[Tensor, Tensor]:
     """x + delta (x without one), and that normalised; x [..., width], weight [width]."""
-    return select("rms_norm", beside(backend), x.device.type, _no_kernel(x))(x, delta, weight, eps)
+    check_shape("rms_norm", "weight", weight, "width", x.shape[-1:])
+    return around("rms_norm", backend, x, _no_kernel(x))(x, delta, weight, eps)
 
 
 def read_out(
     o: Tensor, swish: Tensor | None, read: Tensor | None, weight: Tensor, out: Tensor, eps: float, backend: str = "auto"
 ) -> Tensor:
     """What heads read out, o [B,T,H,V], each normalised, times gates read [B,T,H] and silu(swish [B,T,H V]), times out^T [E,H V]."""
-    return select("read_out", beside(backend), o.device.type, _no_kernel(o))(o, swish, read, weight, out, eps)
+    check_shape("read_out", "weight", weight, "value", o.shape[-1:])
+    check_shape("read_out", "out", out, "hidden, heads * value", (out.shape[0], o.shape[2] * o.shape[3]))
+    return around("read_out", backend, o, _no_kernel(o))(o, swish, read, weight, out, eps)
 
 
 class RMSNorm(Initialized):
@@ -85,11 +86,8 @@ class RMSNorm(Initialized):
         return rms_norm(x, None, self.weight, self.eps, self.backend)[1]
 
     def of_sum(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-        """x + delta, and that normalised: in a training graph by one kernel."""
-        if in_training_graph():
-            return rms_norm(x, delta, self.weight, self.eps, self.backend)
-        x = x + delta
-        return x, self(x)
+        """x + delta, and that normalised, by one kernel where there is one."""
+        return rms_norm(x, delta, self.weight, self.eps, self.backend)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"

@@ -15,9 +15,16 @@ ALIGNMENT = 8
 """Rows a joint matrix is filled up to: the matrix units want 16 bytes."""
 
 
+def bare(module: nn.Module | None, kind: type[nn.Module]) -> bool:
+    """Whether it may be computed elsewhere: an adapter in its place, such as LoRA's, must be called itself, and so must what has hooks."""
+    if module is None or type(module) is not kind:
+        return False
+    return not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
+
+
 def joins(*projections: nn.Module | None) -> bool:
-    """Whether these are taken in one product: plain matrices (an adapter, such as LoRA's, must be called itself), in a compiled graph."""
-    return in_training_graph() and all(type(p) is nn.Linear and p.bias is None for p in projections)
+    """Whether these are taken in one product: bare matrices, in a compiled training graph."""
+    return in_training_graph() and all(bare(p, nn.Linear) and p.bias is None for p in projections)  # type: ignore[union-attr]
 
 
 def as_multiplied(matrix: Tensor, x: Tensor) -> Tensor:

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from headmax.layers.initialized import Initialized
 from headmax.ops.checks import compute_dtype
-from headmax.ops.gated_delta_rule.reference import EPS
+from headmax.ops.gated_delta_rule.reference import unit_length
 from headmax.ops.head_gate.reference import scores_of
 from headmax.ops.packing import Packing
-from headmax.ops.registry import Lazy, beside, register, select
+from headmax.ops.registry import Lazy, around, register
 
 
 def _reference(x: Tensor, weight: Tensor, before: Tensor | None) -> Tensor:
@@ -28,13 +28,9 @@ def _reference(x: Tensor, weight: Tensor, before: Tensor | None) -> Tensor:
     return F.silu(y)
 
 
-def _unit_reference(
-    x: Tensor, weight: Tensor, before: Tensor | None, scorer: Tensor | None, heads: int, eps: float
-) -> tuple[Tensor, Tensor | None]:
+def _unit_reference(x: Tensor, weight: Tensor, before: Tensor | None, scorer: Tensor | None, heads: int) -> tuple[Tensor, Tensor | None]:
     y = _reference(x, weight, before).unflatten(-1, (heads, -1))
-    wide = y.to(compute_dtype(y.dtype))
-    unit = wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)
-    return unit.flatten(2).to(x.dtype), None if scorer is None else scores_of(y, scorer)
+    return unit_length(y.to(compute_dtype(y.dtype))).flatten(2).to(x.dtype), None if scorer is None else scores_of(y, scorer)
 
 
 for _name, _plain in (("short_conv", _reference), ("unit_conv", _unit_reference)):
@@ -52,7 +48,7 @@ def short_convolution(
     x: Tensor, weight: Tensor, state: Tensor | None = None, packing: Packing | None = None, backend: str = "auto"
 ) -> Tensor:
     """silu of the causal depthwise convolution of x [B,T,D] with weight [D,W]; `state` [sequences,W-1,D] are the inputs before."""
-    run = select("short_conv", beside(backend), x.device.type, "float64" if x.dtype == torch.float64 else None)
+    run = around("short_conv", backend, x)
     if state is None:
         return run(x, weight, None if packing is None else packing.positions)
     if packing is None:
@@ -66,8 +62,7 @@ def unit_convolution(
 ) -> tuple[Tensor, Tensor | None]:
     """As `short_convolution`, then each of the heads scaled to unit length as the delta rule does it; and, of what it was before that,
     the scores [B,T,gates] by scorer [gates,K], as `head_gate` has them."""
-    run = select("unit_conv", beside(backend), x.device.type, "float64" if x.dtype == torch.float64 else None)
-    return run(x, weight, None if packing is None else packing.positions, scorer, heads, EPS)
+    return around("unit_conv", backend, x)(x, weight, None if packing is None else packing.positions, scorer, heads)
 
 
 def last_inputs(x: Tensor, width: int, state: Tensor | None, packing: Packing | None) -> Tensor:

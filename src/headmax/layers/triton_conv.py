@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headmax.ops.gated_delta_rule.reference import EPS
 from headmax.ops.triton_common import beside, on_its_device, sigmoid
 
 SPAN = 64
@@ -200,7 +201,7 @@ def _outputs(x: Tensor, scorer: Tensor | None) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(*x.shape[:2], 0 if scorer is None else scorer.shape[0], dtype=torch.float32)
 
 
-@torch.library.custom_op("headmax::short_conv", mutates_args=(), tags=(torch.Tag.needs_fixed_stride_order,))
+@torch.library.custom_op("headmax::short_conv", mutates_args=())
 @on_its_device
 def _forward(x: Tensor, weight: Tensor, before: Tensor | None, scorer: Tensor | None, heads: int, eps: float) -> tuple[Tensor, Tensor]:
     """y, of `heads` of unit length unless that is 0, and [B,T,gates] scores, empty without a scorer [gates,K]."""
@@ -221,7 +222,7 @@ def _gradients(x: Tensor, weight: Tensor, scorer: Tensor | None) -> tuple[Tensor
     return x.new_empty(x.shape), shares, scored
 
 
-@torch.library.custom_op("headmax::short_conv_backward", mutates_args=(), tags=(torch.Tag.needs_fixed_stride_order,))
+@torch.library.custom_op("headmax::short_conv_backward", mutates_args=())
 @on_its_device
 def _backward(
     d_y: Tensor, d_scores: Tensor, x: Tensor, weight: Tensor, before: Tensor | None, scorer: Tensor | None, heads: int, eps: float
@@ -252,11 +253,9 @@ _forward.register_autograd(_gradient, setup_context=_save)
 
 
 def _run(x: Tensor, weight: Tensor, before: Tensor | None, scorer: Tensor | None, heads: int, eps: float) -> tuple[Tensor, Tensor]:
-    if x.dtype == torch.float64:
-        raise ValueError("short_conv: backend 'triton' computes in float32, got torch.float64; use 'chunkwise'")
-    regular = x.stride(2) == 1 and x.stride(0) == x.shape[1] * x.stride(1)  # rows of a wider matrix too
-    scorer = None if scorer is None else scorer.contiguous()
-    return _forward(x if regular else x.contiguous(), weight.contiguous(), before, scorer, heads, eps)
+    if x.stride(2) != 1 or x.stride(0) != x.shape[1] * x.stride(1):  # rows of a wider matrix are as good
+        x = x.clone(memory_format=torch.contiguous_format)
+    return _forward(x, weight.contiguous(), before, None if scorer is None else scorer.contiguous(), heads, eps)
 
 
 def short_conv(x: Tensor, weight: Tensor, before: Tensor | None) -> Tensor:
@@ -264,9 +263,7 @@ def short_conv(x: Tensor, weight: Tensor, before: Tensor | None) -> Tensor:
     return _run(x, weight, before, None, 0, 0.0)[0]
 
 
-def unit_conv(
-    x: Tensor, weight: Tensor, before: Tensor | None, scorer: Tensor | None, heads: int, eps: float
-) -> tuple[Tensor, Tensor | None]:
+def unit_conv(x: Tensor, weight: Tensor, before: Tensor | None, scorer: Tensor | None, heads: int) -> tuple[Tensor, Tensor | None]:
     """As `short_conv`, then each of the heads scaled to unit length; and their scores [B,T,gates] before that, by scorer [gates,K]."""
-    y, scores = _run(x, weight, before, scorer, heads, eps)
+    y, scores = _run(x, weight, before, scorer, heads, EPS)
     return y, None if scorer is None else scores

@@ -111,29 +111,25 @@ def rms_norm_gradients_kernel(
     tl.store(d_weight + tl.program_id(0) * WIDTH + columns, tl.sum(share, 0), mask=columns < WIDTH)
 
 
-def _sizes(x: Tensor, swish: Tensor | None, read: Tensor | None) -> tuple[int, dict[str, int | bool]]:
-    """How many rows are normalised, and what kernels are specialised to; x is [tokens, heads, width]."""
-    width = triton.next_power_of_2(x.shape[2])
-    sizes = {"H": x.shape[1], "WIDTH": x.shape[2], "BR": max(1, TILE // width), "BW": width}
-    rows = x.shape[0] * x.shape[1]
-    stride = 0 if swish is None else swish.stride(0)
-    return rows, sizes | {"rows": rows, "stride": stride, "SWISH": swish is not None, "READ": read is not None, "num_warps": WARPS}
+def _sizes(x: Tensor, swish: Tensor | None = None, read: Tensor | None = None) -> tuple[int, dict[str, int | bool]]:
+    """How many tiles there are, and what kernels are launched with; x is [tokens, heads, width]."""
+    rows, width = x.shape[0] * x.shape[1], triton.next_power_of_2(x.shape[2])
+    tall = max(1, TILE // width)
+    sizes = {"rows": rows, "stride": 0 if swish is None else swish.stride(0), "H": x.shape[1], "WIDTH": x.shape[2], "BR": tall, "BW": width}
+    return triton.cdiv(rows, tall), sizes | {"SWISH": swish is not None, "READ": read is not None, "num_warps": WARPS}
 
 
 def _shares(x: Tensor) -> Tensor:
     """For each program of the gradient kernel its part of d_weight, to be summed by who has use for it."""
-    programs = min(
-        PROGRAMS * processors(x.device), triton.cdiv(x.shape[0] * x.shape[1], max(1, TILE // triton.next_power_of_2(x.shape[2])))
-    )
-    return x.new_empty(programs, x.shape[2], dtype=torch.float32)
+    return x.new_empty(min(PROGRAMS * processors(x.device), _sizes(x)[0]), x.shape[2], dtype=torch.float32)
 
 
 def _norm(
     x: Tensor, delta: Tensor | None, swish: Tensor | None, read: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor | None, Tensor]:
     """x + delta, if there is a delta, and y, both as x is."""
-    (rows, sizes), total, y = _sizes(x, swish, read), None if delta is None else torch.empty_like(x), torch.empty_like(x)
-    rms_norm_kernel[(triton.cdiv(rows, sizes["BR"]),)](x, delta, swish, read, weight, total, y, eps=eps, SUM=delta is not None, **sizes)
+    (tiles, sizes), total, y = _sizes(x, swish, read), None if delta is None else torch.empty_like(x), torch.empty_like(x)
+    rms_norm_kernel[(tiles,)](x, delta, swish, read, weight, total, y, eps=eps, SUM=delta is not None, **sizes)
     return total, y
 
 
@@ -141,7 +137,7 @@ def _gradients(
     d_y: Tensor, d_total: Tensor | None, x: Tensor, swish: Tensor | None, read: Tensor | None, weight: Tensor, eps: float, again: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """d_x, d_swish, d_read, the programs' shares of d_weight and, `again`, y; what there is not is empty."""
-    rows, sizes = _sizes(x, swish, read)
+    _, sizes = _sizes(x, swish, read)
     made = [torch.empty_like(x) if wanted else x.new_empty(0) for wanted in (True, swish is not None, again)]
     d_read = x.new_empty(0 if read is None else read.shape, dtype=torch.float32)
     shares = _shares(x)
@@ -207,7 +203,7 @@ def rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tup
     return x if delta is None else total, y
 
 
-@torch.library.custom_op("headmax::read_out", mutates_args=(), tags=(torch.Tag.needs_fixed_stride_order,))
+@torch.library.custom_op("headmax::read_out", mutates_args=())
 @on_its_device
 def _read_out(o: Tensor, swish: Tensor | None, read: Tensor | None, weight: Tensor, out: Tensor, eps: float) -> Tensor:
     return _norm(o, None, swish, read, weight, eps)[1].flatten(1) @ out.T
@@ -218,7 +214,7 @@ def _(o, swish, read, weight, out, eps):
     return o.new_empty(o.shape[0], out.shape[0])
 
 
-@torch.library.custom_op("headmax::read_out_backward", mutates_args=(), tags=(torch.Tag.needs_fixed_stride_order,))
+@torch.library.custom_op("headmax::read_out_backward", mutates_args=())
 @on_its_device
 def _read_out_backward(
     d_y: Tensor, o: Tensor, swish: Tensor | None, read: Tensor | None, weight: Tensor, eps: float

@@ -12,7 +12,7 @@ from headmax.ops.triton_common import on_its_device
 TOKENS = 8
 """Of a program, which takes one head."""
 ALIGNED = 64
-"""Numbers of 128 bytes, in which memory is read."""
+"""At least 128 bytes, in which memory is read."""
 
 
 @triton.jit

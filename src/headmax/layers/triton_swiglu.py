@@ -93,5 +93,5 @@ _swiglu.register_autograd(_gradient, setup_context=_save)
 
 
 def swiglu(joint: Tensor, down: Tensor) -> Tensor:
-    """(silu(gate) x) down^T, gate and x being the halves of joint [B,T,2 I]; down [E,I]."""
-    return _swiglu(joint.flatten(0, 1), down).unflatten(0, joint.shape[:2])
+    """(silu(gate) x) down^T, gate and x being the halves of joint [...,2 I]; down [E,I]."""
+    return _swiglu(joint.flatten(0, -2), down).unflatten(0, joint.shape[:-1])

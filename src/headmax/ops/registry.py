@@ -133,6 +133,13 @@ def beside(backend: str) -> str:
     return backend if backend in ("auto", "triton") else "reference"
 
 
+def around(op: str, backend: str, x: torch.Tensor, unfit: str | None = None) -> Callable[..., Any]:
+    """The implementation of an op around a recurrence of that backend, for x. Kernels compute in float32: float64 is not for them."""
+    if (chosen := beside(backend)) == "triton" and x.dtype == torch.float64:
+        raise ValueError(f"{op}: backend 'triton' computes in float32, got torch.float64; use 'chunkwise'")
+    return select(op, chosen, x.device.type, "float64" if x.dtype == torch.float64 else unfit)
+
+
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """What autocast computes in on `device`; None where it is off."""
     known = device.type in ("cuda", "cpu", "mps", "xpu")  # asking about a device type without autocast is an error

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from headmax.layers.head_gate import HeadGate, HeadGateConfig
 from headmax.layers.initialized import Initialized
-from headmax.layers.norm import OutputNorm, OutputNormKind, read_out, times_gates
-from headmax.layers.projection import as_multiplied, joins, joint_product, project
+from headmax.layers.norm import OutputNorm, OutputNormKind, RMSNorm, read_out, times_gates
+from headmax.layers.projection import as_multiplied, bare, joins, joint_product, project
 from headmax.layers.rotary import Rotary, RotarySettings, turned
 from headmax.layers.short_conv import ShortConvolution
 from headmax.ops.packing import Packing
@@ -186,7 +186,8 @@ class RecurrentMixer(Initialized):
 
     def finish(self, o: Tensor, swish: Tensor | None, read: Tensor | None) -> Tensor:
         """The read-out [B,T,H,V] normalised, times a read gate that comes after the norm and the swish gate, and projected."""
-        if self.output_norm.kind == "head" and joins(self.o_proj):
+        whole = bare(self.output_norm, OutputNorm) and self.output_norm.kind == "head" and bare(self.output_norm.norm, RMSNorm)
+        if whole and joins(self.o_proj):
             norm = self.output_norm.norm
             return read_out(o, swish, read, norm.weight, as_multiplied(self.o_proj.weight, o), norm.eps, self.backend)
         return self.o_proj(recomputed(lambda o, *gates: times_gates(self.output_norm(o), *gates), o, swish, read))
@@ -196,9 +197,9 @@ class RecurrentMixer(Initialized):
     ) -> Projected:
         """All that is a product of x, q, k and v after the short convolution if there is one.
 
-        In a training graph the gates' scores, and what else is small, come out of one product with q (see `project`). Not so what goes to
-        kernels, or comes from them in the backward pass: it would have to be copied out of the product, or into its gradient. Queries and
-        keys that are turned first are both in it, and their kernel does the copying.
+        In a training graph the gates' scores, and what else is small, come out of one product with q (see `project`). Not so v and the
+        swish gate, which are larger: what goes to kernels, or comes from them in the backward pass, has to be copied out of the product, or
+        into its gradient. Queries and keys that are turned first are both in it, and their kernel does the copying.
         """
         rotary = positions if self.turns_projections and isinstance(positions, Rotary) and joins(self.q_proj, self.k_proj) else None
         modules = [self.q_proj, *([getattr(self, name) for name in self.side] if rotary is None else [self.k_proj])]

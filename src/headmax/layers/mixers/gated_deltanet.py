@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from headmax.layers.head_gate import HeadGateConfig
 from headmax.layers.mixers.base import RecurrentMixer, RecurrentState, StepTerms, head_width
 from headmax.layers.norm import OutputNormKind
-from headmax.layers.short_conv import unit_convolution
+from headmax.layers.projection import bare
+from headmax.layers.short_conv import ShortConvolution, unit_convolution
 from headmax.ops import gated_delta_rule
 from headmax.ops.checks import compute_dtype
 from headmax.ops.packing import Packing
@@ -70,16 +71,17 @@ class GatedDeltaNet(RecurrentMixer):
         self, qkv: list[Tensor], state: RecurrentState | None, packing: Packing | None, return_state: bool
     ) -> tuple[list[Tensor], tuple[Tensor, ...], Tensor | None, bool]:
         """In a training graph q and k leave their convolutions scaled, and scored for the gates, which are made from them before that."""
-        if self.convs is None or state is not None or return_state or not in_training_graph():
+        convs = list(self.convs or ())
+        if state is not None or return_state or not (convs and all(bare(c, ShortConvolution) for c in convs[:2]) and in_training_graph()):
             return super().convolve(qkv, state, packing, return_state)
         gate = self.head_gate
         scorers = (None, None) if gate is None or gate.source != "head" else (gate.read_weight, gate.write_weight)
         pairs = [
             unit_convolution(y, conv.weight, scorer, self.num_heads, packing, self.backend)  # type: ignore[arg-type]
-            for y, conv, scorer in zip(qkv[:2], self.convs[:2], scorers, strict=True)
+            for y, conv, scorer in zip(qkv[:2], convs[:2], scorers, strict=True)
         ]
         scores = [score for _, score in pairs if score is not None]
-        v, _ = self.convs[2](qkv[2], packing=packing, backend=self.backend)
+        v, _ = convs[2](qkv[2], packing=packing, backend=self.backend)
         return [*(y for y, _ in pairs), v], (), torch.cat(scores, dim=-1) if scores else None, True
 
     def recur(self, q: Tensor, k: Tensor, v: Tensor, side: Sequence[Tensor], ready: bool, **options: Any) -> tuple[Tensor, Tensor | None]:
