@@ -75,3 +75,37 @@ def test_a_weight_of_another_width_is_refused(backend: str) -> None:
 def test_kernels_refuse_float64() -> None:
     with pytest.raises(ValueError, match=r"rms_norm: backend 'triton' computes in float32, got torch\.float64"):
         RMSNorm(8, backend="triton")(torch.randn(2, 8, dtype=torch.float64))
+
+
+def apart(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers with a gap behind every row, as a compiler may lay them for their alignment."""
+    return torch.nn.functional.pad(x, (0, 3))[..., : x.shape[-1]]
+
+
+def test_kernels_take_tensors_however_they_lie() -> None:
+    from headmax.layers import triton_conv, triton_norm, triton_rotary, triton_swiglu
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    o, swish, read, out = (torch.randn(shape, device=device) for shape in ((5, 2, 6), (5, 12), (5, 2), (4, 12)))
+    x, taps, weight, angles = (
+        torch.randn(2, 3, 12, device=device),
+        torch.randn(12, 3, device=device),
+        out[0, :6],
+        torch.ones(5, 3, device=device),
+    )
+    for op, given, others in (
+        (triton_norm._read_out, (o, swish, read), (weight, out, 1e-6)),
+        (triton_norm._read_out_backward, (o, o, swish, read), (weight, 1e-6)),
+        (triton_norm._rms_norm, (o, o), (weight, 1e-6)),
+        (triton_norm._rms_norm_backward, (o, o, o), (weight, 1e-6)),
+        (triton_conv._forward, (x,), (taps, None, None, 2, 1e-6)),
+        (triton_conv._backward, (x, x[..., :0], x), (taps, None, None, 2, 1e-6)),
+        (triton_swiglu._swiglu, (swish,), (out[:, :6],)),
+        (triton_swiglu._swiglu_backward, (swish[:, :6], swish), ()),
+        (triton_rotary._turned, (swish,), (angles, angles, 1, 6)),
+        (triton_rotary._turned_backward, (o[:, :1], o[:, 1:], swish[:, :0]), (angles, angles)),
+    ):
+        expected, actual = (op(*(lay(y) for y in given), *others) for lay in (torch.Tensor.contiguous, apart))
+        for a, e in zip(*((y,) if isinstance(y, Tensor) else y for y in (actual, expected)), strict=True):
+            torch.testing.assert_close(a, e)

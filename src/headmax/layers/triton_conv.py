@@ -184,6 +184,12 @@ def _spans(x: Tensor) -> int:
     return x.shape[0] * triton.cdiv(x.shape[1], SPAN)
 
 
+def _regular(x: Tensor) -> Tensor:
+    """x with rows at one distance from each other, dense or those of a wider matrix, whatever a compiler made of it."""
+    regular = x.stride(2) == 1 and x.stride(0) == x.shape[1] * x.stride(1)
+    return x if regular else x.clone(memory_format=torch.contiguous_format)
+
+
 def _launch(
     kernel, x: Tensor, weight: Tensor, before: Tensor | None, scorer: Tensor | None, heads: int, eps: float, *others: Tensor
 ) -> None:
@@ -206,7 +212,7 @@ def _outputs(x: Tensor, scorer: Tensor | None) -> tuple[Tensor, Tensor]:
 def _forward(x: Tensor, weight: Tensor, before: Tensor | None, scorer: Tensor | None, heads: int, eps: float) -> tuple[Tensor, Tensor]:
     """y, of `heads` of unit length unless that is 0, and [B,T,gates] scores, empty without a scorer [gates,K]."""
     made = _outputs(x, scorer)
-    _launch(short_conv_kernel, x, weight, before, scorer, heads, eps, *made)
+    _launch(short_conv_kernel, _regular(x), weight, before, scorer, heads, eps, *made)
     return made
 
 
@@ -228,7 +234,7 @@ def _backward(
     d_y: Tensor, d_scores: Tensor, x: Tensor, weight: Tensor, before: Tensor | None, scorer: Tensor | None, heads: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     made = _gradients(x, weight, scorer)
-    _launch(short_conv_gradients_kernel, x, weight, before, scorer, heads, eps, d_y.contiguous(), d_scores.contiguous(), *made)
+    _launch(short_conv_gradients_kernel, _regular(x), weight, before, scorer, heads, eps, d_y.contiguous(), d_scores.contiguous(), *made)
     return made
 
 
@@ -253,8 +259,6 @@ _forward.register_autograd(_gradient, setup_context=_save)
 
 
 def _run(x: Tensor, weight: Tensor, before: Tensor | None, scorer: Tensor | None, heads: int, eps: float) -> tuple[Tensor, Tensor]:
-    if x.stride(2) != 1 or x.stride(0) != x.shape[1] * x.stride(1):  # rows of a wider matrix are as good
-        x = x.clone(memory_format=torch.contiguous_format)
     return _forward(x, weight.contiguous(), before, None if scorer is None else scorer.contiguous(), heads, eps)
 
 

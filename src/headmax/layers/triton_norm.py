@@ -203,10 +203,16 @@ def rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tup
     return x if delta is None else total, y
 
 
+def _rows_dense(swish: Tensor | None) -> Tensor | None:
+    """A swish gate whose rows are dense; they may lie apart."""
+    return swish if swish is None or swish.stride(1) == 1 else swish.contiguous()
+
+
 @torch.library.custom_op("headmax::read_out", mutates_args=())
 @on_its_device
 def _read_out(o: Tensor, swish: Tensor | None, read: Tensor | None, weight: Tensor, out: Tensor, eps: float) -> Tensor:
-    return _norm(o, None, swish, read, weight, eps)[1].flatten(1) @ out.T
+    read = None if read is None else read.contiguous()
+    return _norm(o.contiguous(), None, _rows_dense(swish), read, weight, eps)[1].flatten(1) @ out.T
 
 
 @_read_out.register_fake
@@ -219,7 +225,8 @@ def _(o, swish, read, weight, out, eps):
 def _read_out_backward(
     d_y: Tensor, o: Tensor, swish: Tensor | None, read: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    d_o, d_swish, d_read, shares, y = _gradients(d_y, None, o, swish, read, weight, eps, again=True)
+    o, swish, read = o.contiguous(), _rows_dense(swish), None if read is None else read.contiguous()
+    d_o, d_swish, d_read, shares, y = _gradients(d_y.contiguous(), None, o, swish, read, weight, eps, again=True)
     return d_o, d_swish if swish is None else d_swish.flatten(1), d_read, shares, y.flatten(1)
 
 
@@ -227,7 +234,7 @@ def _read_out_backward(
 def _(d_y, o, swish, read, weight, eps):
     d_read = o.new_empty(0 if read is None else read.shape, dtype=torch.float32)
     flat = o.new_empty(o.shape[0], o.shape[1] * o.shape[2])
-    return torch.empty_like(o), o.new_empty(0) if swish is None else torch.empty_like(flat), d_read, _shares(o), flat
+    return o.new_empty(o.shape), o.new_empty(0 if swish is None else flat.shape), d_read, _shares(o), flat
 
 
 def _save_read_out(ctx, inputs, output) -> None:
@@ -247,9 +254,5 @@ _read_out.register_autograd(_read_out_gradient, setup_context=_save_read_out)
 
 def read_out(o: Tensor, swish: Tensor | None, read: Tensor | None, weight: Tensor, out: Tensor, eps: float) -> Tensor:
     """What heads read out, o [B,T,H,V], each normalised, times gates read [B,T,H] and silu(swish [B,T,H V]), times out^T [E,H V]."""
-    tokens = o.shape[:2]
-    flat = None if swish is None else swish.flatten(0, 1)
-    if flat is not None and flat.stride(1) != 1:
-        flat = flat.contiguous()
-    gates = None if read is None else read.flatten(0, 1).contiguous()
-    return _read_out(o.contiguous().flatten(0, 1), flat, gates, weight, out, eps).unflatten(0, tokens)
+    flat = [None if x is None else x.flatten(0, 1) for x in (o, swish, read)]
+    return _read_out(*flat, weight, out, eps).unflatten(0, o.shape[:2])

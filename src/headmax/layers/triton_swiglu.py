@@ -69,14 +69,14 @@ def _(joint, down):
 @torch.library.custom_op("headmax::swiglu_backward", mutates_args=())
 @on_its_device
 def _swiglu_backward(d_h: Tensor, joint: Tensor) -> tuple[Tensor, Tensor]:
-    d_joint, h = joint.new_empty(joint.shape), torch.empty_like(d_h)
-    _launch(swiglu_gradients_kernel, h, joint.contiguous(), d_h, d_joint)
+    d_joint, h = joint.new_empty(joint.shape), d_h.new_empty(d_h.shape)
+    _launch(swiglu_gradients_kernel, h, joint.contiguous(), d_h.contiguous(), d_joint)
     return d_joint, h
 
 
 @_swiglu_backward.register_fake
 def _(d_h, joint):
-    return joint.new_empty(joint.shape), torch.empty_like(d_h)
+    return joint.new_empty(joint.shape), d_h.new_empty(d_h.shape)
 
 
 def _save(ctx, inputs, output) -> None:
