@@ -60,7 +60,7 @@ class Projected(NamedTuple):
     swish: Tensor | None
     """The gate of the output, if there is one, [B,T,HV*V]."""
     scores: Tensor | None
-    """Those of the head gates side by side, if they came out of a product."""
+    """Those of the head gates side by side, if they came out of a product or of the convolutions."""
     ready: bool = False
     """Whether q and k are turned by their positions, or scaled, as the recurrence takes them."""
 
