@@ -34,14 +34,8 @@ SIZES = tl.constexpr(CHUNK.bit_length() - 1)
 
 
 @triton.jit
-def high_part(x):
-    """The leading 11 bits of float32 numbers, which the matrix units take exactly."""
-    return (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def sums_from_the_end(x, C: tl.constexpr, PRECISION: tl.constexpr):
-    """Sums of the rows of x [C, ...] from each on, by the matrix units, in two parts that keep 22 bits.
+    """Sums of the rows of x [C, ...] from each on, by the matrix units, in three parts that keep 24 bits.
 
     For float32 inputs one by one: the matrix units cut off what they add instead of rounding it, which a long sum shows.
     """
@@ -49,8 +43,11 @@ def sums_from_the_end(x, C: tl.constexpr, PRECISION: tl.constexpr):
         return tl.cumsum(x, 0, reverse=True)
     else:
         rows = tl.arange(0, C)
-        ones, high = (rows[:, None] <= rows[None, :]).to(tl.float32), high_part(x)
-        return tl.dot(ones, x - high, tl.dot(ones, high, input_precision="tf32"), input_precision="tf32")
+        ones, high = (rows[:, None] <= rows[None, :]).to(tl.float32).to(tl.bfloat16), x.to(tl.bfloat16)
+        x -= high.to(tl.float32)
+        middle = x.to(tl.bfloat16)
+        low = (x - middle.to(tl.float32)).to(tl.bfloat16)
+        return tl.dot(ones, high, tl.dot(ones, middle, tl.dot(ones, low)))
 
 
 @triton.jit
@@ -62,12 +59,12 @@ def sums_kernel(
 
     That is, its decays are mild enough for one product, and its gates large enough to divide their gradients out of that product's.
     """
+    tl.static_assert(C == BK)  # so that both are looked for in one go
     chunk, head = tl.program_id(0) // H, tl.program_id(0) % H
     first, count = chunk_span(chunk, table, T, C, PACKED)
-    index, lowest = chunk.to(tl.int64) * H + head, 0.0
+    index, lowest = chunk.to(tl.int64) * H + head, tl.zeros([BK], tl.float32)
     read = row_values(read_gate, first, count, head, H, C, READ)
     write = row_values(write_gate, first, count, head, H, C, WRITE)
-    least = tl.min(tl.minimum(tl.abs(read), tl.abs(write)), 0)
     for k_start in range(0, K, BK):
         p_g, inside = tile(log_decay, first, count, head, k_start, H, K, C, BK)
         p_s, in_s = tile(sums, first, count, head, k_start, H, K, C, BK)
@@ -75,8 +72,9 @@ def sums_kernel(
         tl.store(p_s, tl.cumsum(step, 0), mask=inside)
         total, columns = tl.sum(step, 0).to(tl.float32), k_start + tl.arange(0, BK)
         tl.store(whole + index * K + columns, total, mask=columns < K)
-        lowest = tl.minimum(lowest, tl.min(total, 0))
-    tl.store(mild + index, tl.where((lowest > -MILD) & (least > SMALL_GATE), 1, 0))
+        lowest = tl.minimum(lowest, total)
+    large = tl.minimum(tl.abs(read), tl.abs(write)) > SMALL_GATE
+    tl.store(mild + index, tl.where(tl.min(tl.where(large, lowest, -MILD), 0) > -MILD, 1, 0))
 
 
 @triton.jit
@@ -87,17 +85,25 @@ def sums_at(sums, rows, first, count, head, k_start, H: tl.constexpr, K: tl.cons
 
 
 @triton.jit
+def channel_offsets(sums, first, count, head, k_start, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr):
+    """What the tokens of a mild chunk read through, and with the other sign write through, as powers of two [C, BK]."""
+    b = sums_at(sums, tl.arange(0, C), first, count, head, k_start, H, K, BK)
+    last = sums_at(sums, tl.arange(0, 1) + C, first, count, head, k_start, H, K, BK)
+    return (b - 0.5 * last).to(tl.float32)
+
+
+@triton.jit
 def channel_decays(
     sums, first, count, head, k_start, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, EXACT: tl.constexpr
 ):
     """What the tokens of a chunk read and write through [C, BK]."""
-    b = sums_at(sums, tl.arange(0, C), first, count, head, k_start, H, K, BK)
-    last = sums_at(sums, tl.arange(0, 1) + C, first, count, head, k_start, H, K, BK)
     if EXACT:
+        b = sums_at(sums, tl.arange(0, C), first, count, head, k_start, H, K, BK)
+        last = sums_at(sums, tl.arange(0, 1) + C, first, count, head, k_start, H, K, BK)
         return tl.exp2(b.to(tl.float32)), tl.exp2((last - b).to(tl.float32))
     else:
-        offset = (b - 0.5 * last).to(tl.float32)
-        return tl.exp2(offset), tl.exp2(-offset)
+        offsets = channel_offsets(sums, first, count, head, k_start, H, K, C, BK)
+        return tl.exp2(offsets), tl.exp2(-offsets)
 
 
 @triton.jit

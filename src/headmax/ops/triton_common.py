@@ -173,13 +173,19 @@ def base_2(log_decay):
 
 
 @triton.jit
+def values_at(gate, start, at, there, C: tl.constexpr, GATED: tl.constexpr):
+    """A gate's values [C] at these places from `start` on, 1 without a gate and where there is none."""
+    if GATED:
+        return tl.load(gate + start + at, mask=there, other=1.0).to(tl.float32)
+    else:
+        return tl.full([C], 1.0, tl.float32)
+
+
+@triton.jit
 def row_values(gate, first, count, head, H: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr):
     """A gate's value for each token of the chunk, 1 without a gate and for slots beyond its end, where all else is 0."""
     rows = tl.arange(0, C)
-    if GATED:
-        return tl.load(gate + (first + rows) * H + head, mask=rows < count, other=1.0).to(tl.float32)
-    else:
-        return tl.full([C], 1.0, tl.float32)
+    return values_at(gate, first * H + head, rows * H, rows < count, C, GATED)
 
 
 @triton.jit
@@ -210,6 +216,12 @@ def settled(total, count):
 
 
 @triton.jit
+def laid_like(x, product):
+    """`x` as it is, which the compiler does not know: so it lies as `product` does from here on, and not what is made of it later."""
+    return tl.where(product > -float("inf"), x, 0.0)
+
+
+@triton.jit
 def causal_mask(count, C: tl.constexpr):
     rows = tl.arange(0, C)
     return (rows[:, None] >= rows[None, :]) & (rows[:, None] < count)
@@ -226,7 +238,7 @@ def decay_sums(log_decay, first, count, head, H: tl.constexpr, C: tl.constexpr, 
         step = base_2(tl.load(log_decay + head).to(tl.float32))
         return (rows + 1) * step, (count - 1 - rows) * step, count * step
     else:
-        step = base_2(tl.load(log_decay + (first + rows) * H + head, mask=rows < count, other=0.0).to(tl.float64))
+        step = base_2(tl.load(log_decay + (first * H + head) + rows * H, mask=rows < count, other=0.0).to(tl.float64))
         b, total = tl.cumsum(step, 0), tl.sum(step, 0)
         return b, total - b, total
 

@@ -87,7 +87,6 @@ def delta_writes_kernel(
     b, left, total = decay_sums(log_decay, first, count, head, H, C, DECAY)
     from_start = decay_rows(b, count, C)
     strength = row_values(beta, first, count, head, H, C, True)
-    write = row_values(write_gate, first, count, head, H, C, WRITE)
     p_i, in_i = tile(inverse, first, count, head, 0, H, C, C, C)
     if KNOWN:
         t_i = tl.load(p_i, mask=in_i, other=0.0)
@@ -96,6 +95,7 @@ def delta_writes_kernel(
         lower *= strength[:, None]
         t_i = unit_lower_inverse(tl.where(rows[:, None] > rows[None, :], lower, 0.0), C, PRECISION)
         tl.store(p_i, t_i, mask=in_i)
+    write = row_values(write_gate, first, count, head, H, C, WRITE)
     # the factors of the rows of k and v go to the inverse's columns, so that k and v go to their products as they are
     of_keys = (t_i * (strength * from_start)[None, :]).to(k.dtype.element_ty)
     of_values = (t_i * (strength * write)[None, :]).to(v.dtype.element_ty)
