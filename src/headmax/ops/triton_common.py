@@ -71,11 +71,6 @@ class Layout:
         """The shape of the sequences' states [sequences, heads, key, value]."""
         return self.sequences, *q.shape[2:], v.shape[3]
 
-    def gradients(self, d_o: Tensor | None, d_final: Tensor | None, q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Those of outputs and final states, zeros for what has none."""
-        final = q.new_zeros(self.states(q, v), dtype=torch.float32) if d_final is None else d_final
-        return torch.zeros_like(v) if d_o is None else d_o, final
-
     def segments(self, blocks: int, processors: int, least: int = 2) -> int:
         """Into how many segments a scan cuts each sequence: enough to give every processor two of the `blocks` per sequence.
 

@@ -528,15 +528,16 @@ def _(q, k, v, log_decay, read_gate, write_gate, scale, initial, table, starts):
 @torch.library.custom_op("headmax::decayed_attention_backward", mutates_args=())
 @on_its_device
 def _backward(
-    d_o: Tensor, d_final: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, read_gate: Tensor | None,
+    d_o: Tensor, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, read_gate: Tensor | None,
     write_gate: Tensor | None, scale: float, initial: Tensor | None, table: Tensor | None, starts: Tensor | None, begins: Tensor,
     decay_gradient: bool,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, k, v, log_decay (an empty tensor if it has none), the gates there are [gates, B, T, H], initial."""
     layout, d_o = Layout(q.shape[0], q.shape[1], table, starts, chunk_tokens(q, log_decay)), d_o.contiguous()
+    d_final = None if d_final is None else d_final.contiguous()
     prepared = prepare(q, k, log_decay, read_gate, write_gate, scale, layout)
     states, _, _ = scan(prepared.writing, v, prepared.whole, prepared.mild, initial, layout, begins=begins)
-    d_states, d_initial, _ = scan(prepared.reading, d_o, prepared.whole, prepared.mild, d_final.contiguous(), layout, reverse=True)
+    d_states, d_initial, _ = scan(prepared.reading, d_o, prepared.whole, prepared.mild, d_final, layout, reverse=True)
     d_v = combine(prepared.writing, prepared.scores, d_o, d_states, layout, transposed=True)
     d_q, d_k, d_decay, d_gates = query_key_gradients(
         q, k, v, d_o, log_decay, read_gate, write_gate, scale, prepared, states, d_states, layout, decay_gradient
@@ -550,7 +551,8 @@ def _(d_o, d_final, q, k, v, log_decay, read_gate, write_gate, scale, initial, t
     d_decay = q.new_empty(0, dtype=torch.float32)
     if decay_gradient:
         d_decay = torch.empty_like(log_decay, dtype=log_decay.dtype if log_decay.ndim == 4 else torch.float32)
-    return [torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), d_decay, d_gates, torch.empty_like(d_final)]
+    d_initial = q.new_empty(Layout(q.shape[0], q.shape[1], table, starts).states(q, v), dtype=torch.float32)
+    return [torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), d_decay, d_gates, d_initial]
 
 
 def _save(ctx, inputs, output) -> None:
@@ -564,7 +566,7 @@ def _save(ctx, inputs, output) -> None:
 def _gradient(ctx, d_o, d_final, _):
     q, k, v, log_decay, read_gate, write_gate, initial, table, starts, begins = ctx.saved_tensors
     decay_gradient = log_decay is not None and ctx.needs_input_grad[3]
-    d_o, d_final = Layout(q.shape[0], q.shape[1], table, starts).gradients(d_o, d_final, q, v)
+    d_o = torch.zeros_like(v) if d_o is None else d_o
     d_q, d_k, d_v, d_decay, d_gates, d_initial = _backward(
         d_o, d_final, q, k, v, log_decay, read_gate, write_gate, ctx.scale, initial, table, starts, begins, decay_gradient
     )

@@ -389,11 +389,12 @@ def delta_scan(
 
 
 def delta_scan_back(
-    prepared: Prepared, written: Written, cut: Tensor, d_o: Tensor, d_u: Tensor, d_final: Tensor, layout: Layout
+    prepared: Prepared, written: Written, cut: Tensor, d_o: Tensor, d_u: Tensor, d_final: Tensor | None, layout: Layout
 ) -> tuple[Tensor, Tensor]:
     """The gradients of the states after every chunk and of the initial ones; completes d_u in place."""
-    key, (_, _, heads, value) = written.erase.shape[3], d_o.shape
-    d_states, d_initial, runs = d_o.new_empty(layout.chunks, heads, key, value), torch.empty_like(d_final), layout.sequences
+    key, (_, _, heads, value), runs = written.erase.shape[3], d_o.shape, layout.sequences
+    d_states = d_o.new_empty(layout.chunks, heads, key, value)
+    d_initial = d_o.new_empty(runs, heads, key, value, dtype=torch.float32)
     shape, tiles = shape_arguments(written.erase, layout), tile_arguments("delta_scan_back", d_o, key, value)
 
     def launch(begin: Tensor | None, end: Tensor | None, store: bool, segments: int = 1) -> None:
@@ -442,12 +443,13 @@ def _(q, k, v, log_decay, beta, read_gate, write_gate, scale, initial, table, st
 @torch.library.custom_op("headmax::gated_delta_rule_backward", mutates_args=())
 @on_its_device
 def _backward(
-    d_o: Tensor, d_final: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, read_gate: Tensor | None,
+    d_o: Tensor, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, read_gate: Tensor | None,
     write_gate: Tensor | None, scale: float, initial: Tensor | None, table: Tensor | None, starts: Tensor | None,
     inverse: Tensor, cut: Tensor,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, k, v, log_decay, beta, read_gate, write_gate, initial; an empty tensor where there is none."""
-    layout, d_o, d_final = Layout(q.shape[0], q.shape[1], table, starts), d_o.contiguous(), d_final.contiguous()
+    layout, d_o = Layout(q.shape[0], q.shape[1], table, starts), d_o.contiguous()
+    d_final = None if d_final is None else d_final.contiguous()
     prepared = prepare(q, k, log_decay, read_gate, None, scale, layout)
     written = writes(k, v, log_decay, beta, write_gate, layout, inverse)
     states, u, _, _ = delta_scan(prepared, written, initial, layout, cut)
@@ -471,7 +473,8 @@ def _backward(
 def _(d_o, d_final, q, k, v, log_decay, beta, read_gate, write_gate, scale, initial, table, starts, inverse, cut):
     nothing = q.new_empty(0, dtype=torch.float32)
     rows = [torch.empty_like(x, dtype=torch.float32) if x is not None else nothing for x in (log_decay, beta, read_gate, write_gate)]
-    return [torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), *rows, torch.empty_like(d_final)]
+    d_initial = q.new_empty(Layout(q.shape[0], q.shape[1], table, starts).states(q, v), dtype=torch.float32)
+    return [torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), *rows, d_initial]
 
 
 def _save(ctx, inputs, output) -> None:
@@ -485,8 +488,7 @@ def _save(ctx, inputs, output) -> None:
 
 def _gradient(ctx, d_o, d_final, *_):
     *inputs, initial, table, starts, inverse, cut = ctx.saved_tensors
-    q, _, v = inputs[:3]
-    d_o, d_final = Layout(q.shape[0], q.shape[1], table, starts).gradients(d_o, d_final, q, v)
+    d_o = torch.zeros_like(inputs[2]) if d_o is None else d_o
     d_q, d_k, d_v, *rows, d_initial = _backward(d_o, d_final, *inputs, ctx.scale, initial, table, starts, inverse, cut)
     rows = [None if x is None else g.to(x.dtype) for x, g in zip(inputs[3:], rows, strict=True)]
     return d_q, d_k, d_v, *rows, None, None if initial is None else d_initial.to(initial.dtype), None, None
