@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import datasets
-import pyarrow as pa
 import pytest
 
 from headmax.data import documents as module
 from headmax.data.documents import HubInput, Options, Text, find
 from tests.data.corpus import documents, write
 
+datasets, pa = pytest.importorskip("datasets"), pytest.importorskip("pyarrow")
 TEXTS = documents(30)
 
 

@@ -4,15 +4,15 @@ import json
 import random
 from pathlib import Path
 
-import mistral_common
 import pytest
-from sentencepiece import SentencePieceProcessor
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from headmax.data.encoder import LONGEST, PART, Encoder
 from headmax.data.tokenizer import load, mistral
 from tests.data.corpus import WORDS, byte_level, document
+
+mistral_common, sentencepiece = pytest.importorskip("mistral_common"), pytest.importorskip("sentencepiece")
 
 
 @pytest.fixture(scope="module")
@@ -23,15 +23,15 @@ def ours() -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def theirs() -> SentencePieceProcessor:
-    return SentencePieceProcessor(model_file=str(Path(mistral_common.__file__).parent / "data" / "tokenizer.model.v1"))
+def theirs() -> sentencepiece.SentencePieceProcessor:
+    return sentencepiece.SentencePieceProcessor(model_file=str(Path(mistral_common.__file__).parent / "data" / "tokenizer.model.v1"))
 
 
 def ids(tokenizer: Tokenizer, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def test_mistral_gives_the_ids_of_sentencepiece_and_back(ours: Tokenizer, theirs: SentencePieceProcessor) -> None:
+def test_mistral_gives_the_ids_of_sentencepiece_and_back(ours: Tokenizer, theirs: sentencepiece.SentencePieceProcessor) -> None:
     assert ours.get_vocab_size() == theirs.get_piece_size() == 32_000
     draw = random.Random(0)
     texts = ["", " ", "\n", "\x00", "\ufeffa", *(" " * n + "x" for n in range(70)), *("=" * n for n in range(70))]
@@ -42,7 +42,7 @@ def test_mistral_gives_the_ids_of_sentencepiece_and_back(ours: Tokenizer, theirs
         assert ours.decode(ids(ours, text), skip_special_tokens=False) == text.replace("▁", " ")
 
 
-def test_a_hugging_face_folder_loads_it_right(tmp_path: Path, theirs: SentencePieceProcessor) -> None:
+def test_a_hugging_face_folder_loads_it_right(tmp_path: Path, theirs: sentencepiece.SentencePieceProcessor) -> None:
     mistral().save(tmp_path)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
