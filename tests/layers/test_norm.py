@@ -1,10 +1,14 @@
 """Kernels of the norms against their plain forms in float64."""
 
+from typing import Any
+
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 
-from headmax.layers.norm import RMSNorm, read_out, rms_norm
+from headmax.layers.norm import RMSNorm, norm_beside, read_out, rms_norm
 from tests.layers.compare import DEVICES, compare
 
 pytest.importorskip("triton")
@@ -62,6 +66,32 @@ def test_a_norm_of_a_sum_is_the_sum_and_its_norm() -> None:
     torch.testing.assert_close(total, x + delta)
     torch.testing.assert_close(normed, total / (total.square().mean(-1, keepdim=True) + 1e-6).sqrt())
     torch.testing.assert_close(normed, norm(total))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("compiled", [True, False])
+def test_the_kernel_adds_the_gradient_of_what_goes_on_beside_a_norm(compiled: bool, device: str) -> None:
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: object) -> Any:
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    def function(x: Tensor, weight: Tensor, backend: str) -> tuple[Tensor, Tensor]:
+        def both(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+            x, y = norm_beside(x, weight, 1e-3, backend)
+            return 2 * x, 2 * y
+
+        torch._dynamo.reset()
+        run = torch.compile(both, fullgraph=True, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep)) if compiled else both
+        return run(x, weight) if backend == "triton" else both(x, weight)
+
+    torch.manual_seed(0)
+    compare(function, [torch.randn(2, 5, 24), 1 + torch.randn(24)], device, torch.float32, 1e-6)
+    if compiled:
+        called = [str(node.target) for node in graphs[1].graph.nodes]
+        assert "headmax.rms_norm_backward.default" in called
+        assert not any("add" in target for target in called)
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])

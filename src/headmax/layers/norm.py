@@ -41,11 +41,15 @@ def _rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tu
     return total, normalized(total, weight, eps)
 
 
+def _norm_beside(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return x, normalized(x, weight, eps)
+
+
 def _read_out(o: Tensor, swish: Tensor | None, read: Tensor | None, weight: Tensor, out: Tensor, eps: float) -> Tensor:
     return F.linear(recomputed(lambda *tensors: times_gates(normalized(tensors[0], weight, eps), *tensors[1:]), o, swish, read), out)
 
 
-for _name, _plain in (("rms_norm", _rms_norm), ("read_out", _read_out)):
+for _name, _plain in (("rms_norm", _rms_norm), ("norm_beside", _norm_beside), ("read_out", _read_out)):
     register(_name, {"reference": _plain, "triton": Lazy("headmax.layers.triton_norm", _name, needs="triton", interpreted=True)})
 
 
@@ -60,6 +64,12 @@ def rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, backen
     """x + delta (x without one), and that normalised; x [..., width], weight [width]."""
     check_shape("rms_norm", "weight", weight, "width", x.shape[-1:])
     return around("rms_norm", backend, x, _no_kernel(x))(x, delta, weight, eps)
+
+
+def norm_beside(x: Tensor, weight: Tensor, eps: float, backend: str = "auto") -> tuple[Tensor, Tensor]:
+    """x [..., width] as it goes on beside its norm, and the norm: where both have a gradient, one kernel gives that of x."""
+    check_shape("norm_beside", "weight", weight, "width", x.shape[-1:])
+    return around("norm_beside", backend, x, _no_kernel(x))(x, weight, eps)
 
 
 def read_out(
@@ -88,6 +98,10 @@ class RMSNorm(Initialized):
     def of_sum(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
         """x + delta, and that normalised, by one kernel where there is one."""
         return rms_norm(x, delta, self.weight, self.eps, self.backend)
+
+    def beside(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x as it goes on, and x normalised; their gradients by one kernel where there is one."""
+        return norm_beside(x, self.weight, self.eps, self.backend)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"

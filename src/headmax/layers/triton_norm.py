@@ -203,6 +203,27 @@ def rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tup
     return x if delta is None else total, y
 
 
+class _Beside(torch.autograd.Function):
+    """x and its norm. The gradient of x as it goes on comes to that through the norm in the kernel, not in a pass by itself."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return x.view_as(x), _rms_norm(x, None, weight, eps)[1]
+
+    @staticmethod
+    def backward(ctx, d_x, d_y):
+        x, weight = ctx.saved_tensors
+        d_x, shares = _rms_norm_backward(d_y, d_x, x, weight, ctx.eps)
+        return d_x, shares.sum(0).to(weight.dtype), None
+
+
+def norm_beside(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x, and x normalised."""
+    return _Beside.apply(x, weight, eps)
+
+
 def _rows_dense(swish: Tensor | None) -> Tensor | None:
     """A swish gate whose rows are dense; they may lie apart."""
     return swish if swish is None or swish.stride(1) == 1 else swish.contiguous()
