@@ -454,7 +454,16 @@ def test_modules_with_hooks_or_in_other_forms_are_called_by_a_training_graph_too
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_heads": 2, "vocab_size": 20}
     model = HeadmaxForCausalLM(HeadmaxConfig(mixer=name, **sizes, head_gate=HeadGateConfig(init_std=1.0))).double()
     block, x = model.model.layers[0], torch.randn(2, 5, 16, dtype=torch.float64)
-    hooked = ["mlp_norm", "mlp.gate_proj", "mlp.down_proj", "mixer.o_proj", "mixer.output_norm", "mixer.q_proj", "mixer.k_proj"]
+    hooked = [
+        "mixer_norm",
+        "mlp_norm",
+        "mlp.gate_proj",
+        "mlp.down_proj",
+        "mixer.o_proj",
+        "mixer.output_norm",
+        "mixer.q_proj",
+        "mixer.k_proj",
+    ]
     parts = [block.get_submodule(part) for part in (*hooked, *["mixer.convs.0"] * (name == "gated_deltanet"))]
 
     def double(module: nn.Module, inputs: Any, output: Any) -> Any:
@@ -469,7 +478,8 @@ def test_modules_with_hooks_or_in_other_forms_are_called_by_a_training_graph_too
     assert agree()
     for handle in handles:
         handle.remove()
-    block.mlp_norm, block.mixer.output_norm.norm = Doubled(block.mlp_norm), Doubled(block.mixer.output_norm.norm)
+    block.mixer_norm, block.mlp_norm = Doubled(block.mixer_norm), Doubled(block.mlp_norm)
+    block.mixer.output_norm.norm = Doubled(block.mixer.output_norm.norm)
     assert agree()
 
 

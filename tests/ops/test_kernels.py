@@ -2,7 +2,9 @@
 
 import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -77,6 +79,36 @@ def test_segments_of_wide_heads_in_the_delta_rule(lengths: tuple[int, ...] | Non
     cut_into_segments(monkeypatch)
     for key, x in run(SPECS["gated_delta_rule"], inputs, "triton").items():
         assert distance(x, whole[key]) <= 1e-2, key
+
+
+@here
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("used", [0, 1], ids=["output", "state"])
+@pytest.mark.parametrize("segments", [False, True], ids=["whole", "segments"])
+def test_one_result_may_be_without_a_gradient(name: str, used: int, segments: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, inputs = SPECS[name], inputs_of(name, Case(time=300, heads=1, key=20, value=24, gates="both", initial_state=True))
+
+    def function(backend: str, **arguments: Any) -> list[torch.Tensor]:
+        nothing = sum(0 * x.sum() for x in arguments.values() if isinstance(x, torch.Tensor))
+        results = spec.function(**arguments, return_state=True, backend=backend)
+        return [x if n == used else x.detach() + nothing for n, x in enumerate(results)]
+
+    wide = {key: x.double() if isinstance(x, torch.Tensor) else x for key, x in inputs.items()}
+    expected = spec.evaluate(wide, partial(function, "reference"))
+    if segments:
+        cut_into_segments(monkeypatch)
+    for key, x in spec.evaluate(inputs, partial(function, "triton")).items():
+        assert distance(x, expected[key]) <= 2e-5 if expected[key].any() else not x.any(), key
+
+
+@here
+def test_a_state_that_is_not_finite_leaves_the_gradients_of_keys_as_they_are() -> None:
+    inputs = inputs_of("gla", Case(time=64, heads=1, key=8, value=8, gates="both", initial_state=True))
+    expected = run(SPECS["gla"], inputs, "triton")["d_k"]
+    inputs["initial_state"][0, 0, 3, 2] = float("nan")
+    found = run(SPECS["gla"], inputs, "triton")
+    assert found["d_q"][..., 3].isnan().any()
+    assert distance(found["d_k"], expected) <= 1e-6
 
 
 @here

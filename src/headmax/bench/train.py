@@ -197,9 +197,10 @@ def measure(plan: Plan) -> Iterator[Record]:
             for key, step in steps.items():
                 times[key].append(seconds(step, device, STEP_AHEAD))
         for (impl, variant), step in steps.items():
-            taken, spread = statistics.median(times[impl, variant]), [f(times[impl, variant]) for f in (min, max)]
+            taken = statistics.median(times[impl, variant])
+            edges = {"fastest": min(times[impl, variant]), "slowest": max(times[impl, variant])}
             size = sum(p.numel() for p in step.model.parameters())
-            how = {"rounds": plan.rounds, "seconds": spread, "ahead": STEP_AHEAD, "parameters": size, "triton": triton.__version__}
+            how = {"rounds": plan.rounds, "ahead": STEP_AHEAD, "parameters": size, "triton": triton.__version__} | edges
             yield make(case, impl, f"{variant}/tokens per second", length * batch / taken, "tokens/s", None, **how)
             yield make(case, impl, f"{variant}/peak memory", peaks[impl, variant] / 2**30, "GiB")
             yield make(case, impl, f"{variant}/MFU", 6 * size * length * batch / taken / rate, "of the measured matmul rate")

@@ -41,10 +41,10 @@ class Block(GradientCheckpointingLayer):
         return_gates: bool = False,
     ) -> MixerOutput:
         """As the mixer's; gates only if asked for, since what a compiled block returns has a gradient to be filled with zeros."""
-        joined = in_training_graph() and bare(self.mixer_norm, RMSNorm) and bare(self.mlp_norm, RMSNorm)
-        x, normed = self.mixer_norm.beside(x) if joined else (x, self.mixer_norm(x))
+        training = in_training_graph()
+        x, normed = self.mixer_norm.beside(x) if training and bare(self.mixer_norm, RMSNorm) else (x, self.mixer_norm(x))
         mixed, state, gates = self.mixer(normed, state=state, return_state=return_state, positions=positions, packing=packing, mask=mask)
-        if joined and x.dtype == mixed.dtype:
+        if training and bare(self.mlp_norm, RMSNorm) and x.dtype == mixed.dtype:
             x, normed = self.mlp_norm.of_sum(x, mixed)
         else:
             x = x + mixed

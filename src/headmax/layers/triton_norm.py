@@ -204,7 +204,9 @@ def rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tup
 
 
 class _Beside(torch.autograd.Function):
-    """x and its norm. The gradient of x as it goes on comes to that through the norm in the kernel, not in a pass by itself."""
+    """x and its norm, for who uses both: the gradient of x as it goes on comes to that through the norm in the kernel, not in a pass of
+    its own.
+    """
 
     @staticmethod
     def forward(ctx, x, weight, eps):

@@ -210,10 +210,14 @@ def settled(total, count):
     return total * tl.where(count > 0, 1.0, 0.0)
 
 
+SIGNALLING = tl.constexpr(0x7F800001)
+"""The bits of a float32 NaN that no arithmetic gives."""
+
+
 @triton.jit
 def laid_like(x, product):
-    """`x` as it is, which the compiler does not know: so it lies as `product` does from here on, and not what is made of it later."""
-    return tl.where(product > -float("inf"), x, 0.0)
+    """`x` as it is, which the compiler does not know: so it lies as a float32 `product` does from here on, and not what is made of it."""
+    return tl.where(product.to(tl.int32, bitcast=True) != SIGNALLING, x, 0.0)
 
 
 @triton.jit
