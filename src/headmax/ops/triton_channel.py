@@ -85,25 +85,17 @@ def sums_at(sums, rows, first, count, head, k_start, H: tl.constexpr, K: tl.cons
 
 
 @triton.jit
-def channel_offsets(sums, first, count, head, k_start, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr):
-    """What the tokens of a mild chunk read through, and with the other sign write through, as powers of two [C, BK]."""
-    b = sums_at(sums, tl.arange(0, C), first, count, head, k_start, H, K, BK)
-    last = sums_at(sums, tl.arange(0, 1) + C, first, count, head, k_start, H, K, BK)
-    return (b - 0.5 * last).to(tl.float32)
-
-
-@triton.jit
-def channel_decays(
+def channel_exponents(
     sums, first, count, head, k_start, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, EXACT: tl.constexpr
 ):
-    """What the tokens of a chunk read and write through [C, BK]."""
+    """What the tokens of a chunk read and write through, as powers of two [C, BK]; those of a mild one differ by their sign alone."""
+    b = sums_at(sums, tl.arange(0, C), first, count, head, k_start, H, K, BK)
+    last = sums_at(sums, tl.arange(0, 1) + C, first, count, head, k_start, H, K, BK)
     if EXACT:
-        b = sums_at(sums, tl.arange(0, C), first, count, head, k_start, H, K, BK)
-        last = sums_at(sums, tl.arange(0, 1) + C, first, count, head, k_start, H, K, BK)
-        return tl.exp2(b.to(tl.float32)), tl.exp2((last - b).to(tl.float32))
+        return b.to(tl.float32), (last - b).to(tl.float32)
     else:
-        offsets = channel_offsets(sums, first, count, head, k_start, H, K, C, BK)
-        return tl.exp2(offsets), tl.exp2(-offsets)
+        offset = (b - 0.5 * last).to(tl.float32)
+        return offset, -offset
 
 
 @triton.jit

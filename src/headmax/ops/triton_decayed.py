@@ -29,8 +29,7 @@ from torch import Tensor
 from headmax.ops.packing import CHUNK, Packing
 from headmax.ops.triton_channel import (
     add_exact_score_gradients,
-    channel_decays,
-    channel_offsets,
+    channel_exponents,
     exact_scores,
     sums_from_the_end,
     sums_kernel,
@@ -90,8 +89,8 @@ def prepare_kernel(
         p_k, in_k = tile(k, first, count, head, k_start, H, K, C, BK)
         t_q, t_k = tl.load(p_q, mask=inside, other=0.0), tl.load(p_k, mask=inside, other=0.0)
         if DECAY == "channel":
-            reads, writes = channel_decays(sums, first, count, head, k_start, H, K, C, BK, EXACT)
-            gated_q, gated_k = t_q.to(tl.float32) * read[:, None] * reads, t_k.to(tl.float32) * write[:, None] * writes
+            reads, writes = channel_exponents(sums, first, count, head, k_start, H, K, C, BK, EXACT)
+            gated_q, gated_k = t_q.to(tl.float32) * read[:, None] * tl.exp2(reads), t_k.to(tl.float32) * write[:, None] * tl.exp2(writes)
         else:
             gated_q, gated_k = t_q.to(tl.float32) * from_start[:, None], t_k.to(tl.float32) * to_end[:, None]
         gated_q, gated_k = gated_q.to(t_q.dtype), gated_k.to(t_k.dtype)
@@ -310,9 +309,9 @@ def query_key_gradients_kernel(
             if EXACT:
                 state_leaves += tl.sum(kept, 1) * tl.exp2(load_decays(whole, index, k_start, K, BK, True))
                 each = g_q * as_read.to(tl.float32) - g_k * as_written.to(tl.float32)
-                reads, writes = channel_decays(sums, first, count, head, k_start, H, K, C, BK, EXACT)
-                g_q *= reads
-                g_k *= writes
+                reads, writes = channel_exponents(sums, first, count, head, k_start, H, K, C, BK, EXACT)
+                g_q *= tl.exp2(reads)
+                g_k *= tl.exp2(writes)
                 g_q, g_k, each = add_exact_score_gradients(
                     g_q, g_k, each, scores, q, k, read * scale, write, sums, first, count, head, k_start, H, K, C, BK, PRECISION
                 )
@@ -330,9 +329,10 @@ def query_key_gradients_kernel(
             if DECAY_GRADIENT:
                 tl.store(p_g, sums_from_the_end(each, C, PRECISION) + state_leaves[None, :], mask=inside)
             if not EXACT:
-                offsets = laid_like(channel_offsets(sums, first, count, head, k_start, H, K, C, BK), g_q)
-                g_q *= tl.exp2(offsets)
-                g_k *= tl.exp2(-offsets)
+                reads, writes = channel_exponents(sums, first, count, head, k_start, H, K, C, BK, EXACT)
+                reads = laid_like(reads, g_q)
+                g_q *= tl.exp2(reads)
+                g_k *= tl.exp2(-reads)
         else:
             t_q, t_k = tl.load(p_q, mask=inside, other=0.0), tl.load(p_k, mask=inside, other=0.0)
             g_q *= (from_start * scale)[:, None]
