@@ -285,6 +285,10 @@ def query_key_gradients_kernel(
     for k_start in tl.range(0, K, BK, num_stages=1, disable_licm=True):  # pointers made early would take up registers
         g_q, g_k = tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32)
         kept = tl.zeros([BK, BV // 8], tl.float32)  # sums of eight, which no two threads have to share
+        p_q, inside = tile(q, first, count, head, k_start, H, K, C, BK)
+        p_k, in_k = tile(k, first, count, head, k_start, H, K, C, BK)
+        if DECAY != "channel" and not LONG:  # on their way during the products; a long chunk's would take shared memory
+            t_q, t_k = tl.load(p_q, mask=inside, other=0.0), tl.load(p_k, mask=inside, other=0.0)
         for v_start in range(0, V, BV):
             p_v, in_v = tile(v, first, count, head, v_start, H, V, C, BV)
             p_o, in_o = tile(d_o, first, count, head, v_start, H, V, C, BV)
@@ -298,8 +302,6 @@ def query_key_gradients_kernel(
             g_k += tl.dot(t_v, tl.trans(t_d), input_precision=PRECISION)
             if DECAY_GRADIENT:
                 kept += tl.sum(tl.reshape(t_s.to(tl.float32) * t_d.to(tl.float32), (BK, BV // 8, 8)), 2)
-        p_q, inside = tile(q, first, count, head, k_start, H, K, C, BK)
-        p_k, in_k = tile(k, first, count, head, k_start, H, K, C, BK)
         if DECAY == "channel":
             p_r, in_r = tile(reading, first, count, head, k_start, H, K, C, BK)
             p_w, in_w = tile(writing, first, count, head, k_start, H, K, C, BK)
@@ -334,7 +336,8 @@ def query_key_gradients_kernel(
                 g_q *= tl.exp2(reads)
                 g_k *= tl.exp2(-reads)
         else:
-            t_q, t_k = tl.load(p_q, mask=inside, other=0.0), tl.load(p_k, mask=inside, other=0.0)
+            if LONG:
+                t_q, t_k = tl.load(p_q, mask=inside, other=0.0), tl.load(p_k, mask=inside, other=0.0)
             g_q *= (from_start * scale)[:, None]
             g_k *= to_end[:, None]
             if DECAY_GRADIENT:
