@@ -52,7 +52,6 @@ def test_weight_decay_is_on_matrices_alone(mixer: str) -> None:
         ({"checkpoint_every": -1}, "checkpoint_every must not be negative, got -1"),
         ({"optim_lr": 0.0}, "optim.lr must be positive, got 0.0"),
         ({"compute_cuda_graph": True, "documents": "separate"}, "compute.cuda_graph does not go with documents separate"),
-        ({"compute_cuda_graph": True, "compute_compile": True}, "compute.cuda_graph does not go with compute.compile"),
         ({"compute_cuda_graph": True, "compute_activation_checkpointing": True}, "does not go with compute.activation_checkpointing"),
         ({"schedule_warmup_tokens": 10_000}, "schedule.warmup_tokens must be between 0 and token_budget 9600, got 10000"),
     ],

@@ -50,7 +50,7 @@ def test_compiled_micro_batches_of_two_sizes(tmp_path: Path) -> None:
 
 
 def test_a_step_that_is_not_finite_is_skipped_on_the_device(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"device": "cuda", "compute_compile": False}
+    settings: dict[str, Any] = {"device": "cuda", "compute_compile": False, "compute_cuda_graph": False}
     train(tmp_path / "four", **settings, max_steps=4)
     with poisoned(4 * 4 + 1):
         train(tmp_path / "five", **settings, max_steps=5)
@@ -81,7 +81,9 @@ def test_nothing_in_a_step_waits_for_the_device(separate: bool, tmp_path: Path, 
     [
         {},
         {"compute_precision": "bfloat16"},
+        {"compute_compile": True},
         {"gate_balance": 0.1},
+        {"source": Walks(separate=True)},
         *({"model": {"mixer": mixer, "conv_size": 4}} for mixer in ("gla", "retnet", "gated_deltanet")),
         {"model": {"mixer": "attention", "head_gate": None}},
     ],
@@ -91,7 +93,8 @@ def test_a_graph_takes_the_same_steps(changes: dict[str, Any], tmp_path: Path) -
     """Micro-batches of two shapes, validation in between."""
     settings: dict[str, Any] = {"device": "cuda", "compute_compile": False, "compute_micro_batch": 3, "max_steps": 12, "eval_every": 5}
     for graph in (False, True):
-        train(tmp_path / str(graph), **settings | changes, compute_cuda_graph=graph, validation=Walks(seed=1))
+        given = None if graph else False
+        train(tmp_path / str(graph), **settings | changes, compute_cuda_graph=given, validation=Walks(seed=1))
     eager, replayed = (torch.tensor(losses(tmp_path / str(graph)), dtype=torch.float64) for graph in (False, True))
     torch.testing.assert_close(replayed, eager, rtol=1e-6, atol=0)
     assert eager[:, 1].unique().numel() == 12
@@ -101,7 +104,7 @@ def test_a_graph_that_is_not_finite_is_diagnosed(tmp_path: Path) -> None:
     model = HeadmaxForCausalLM(model_config(hidden_size=128, num_heads=2))
     name, broken = next(iter(model.state_dict().items()))
     broken[0] = float("nan")
-    config = train_config(device="cuda", compute_cuda_graph=True, max_skipped_steps=2)
+    config = train_config(device="cuda", max_skipped_steps=2)
     with pytest.raises(TrainingError, match=f"1 parameters, first {name}"):
         fit(model.config, config, Walks(), tmp_path, start={name: broken})
     assert [line["skipped"] for line in read_lines(tmp_path / "metrics.jsonl")] == [True, True]

@@ -17,8 +17,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from headmax.train.graph import Replayed, ReplayedUpdate, side_stream
 from headmax.train.optim import clip, step_unless
+from headmax.train.parallel import World, graphed
 from headmax.train.trainer import Trainer
-from tests.train.small import train
+from tests.train.small import train, train_config
 
 MOMENTS: dict[Any, dict[str, Tensor]] = {}
 """Of an optimizer that a test replays."""
@@ -95,7 +96,8 @@ def test_gradients_of_any_shapes_in_any_order(model: nn.ModuleDict) -> None:
                 p.data.sub_(0.1 * gradient)
                 p.grad.fill_(float("nan"))
         model.zero_grad()
-    assert len(replayed.captured) == 3
+    kinds = {(first, shapes[0][0]) for first, shapes in replayed.captured}
+    assert kinds == {(True, 2), (True, 3), (True, 5), (False, 2), (False, 3)}
 
 
 def test_updates_are_those_of_the_optimizer(model: nn.ModuleDict, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,6 +136,22 @@ def test_updates_are_those_of_the_optimizer(model: nn.ModuleDict, monkeypatch: p
             torch.testing.assert_close(p, q)
     assert update.captured is not None
     assert [group["capturable"] for group in optimizer.param_groups] == [False]
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "size", "wanted"),
+    [
+        ({}, "cuda", 1, True),
+        ({}, "cuda", 2, False),
+        ({}, "cpu", 1, False),
+        ({"compute_cuda_graph": True}, "cuda", 1, True),
+        ({"compute_cuda_graph": False}, "cuda", 1, False),
+        ({"documents": "separate"}, "cuda", 1, False),
+        ({"compute_activation_checkpointing": True}, "cuda", 1, False),
+    ],
+)
+def test_graphs_where_they_can_be(changes: dict[str, Any], kind: str, size: int, wanted: bool) -> None:
+    assert graphed(train_config(**changes), World(0, size, torch.device(kind), None)) == wanted
 
 
 def test_a_trainer_ends_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from headmax import HeadmaxForCausalLM, recipes
 from headmax.bench.isolated import isolated
 from headmax.bench.timing import Ceilings, kernel_times, paired, seconds
 from headmax.records import Record, Recorder
+from headmax.train.graph import REHEARSALS, Replayed, ReplayedUpdate
 
 STEP_AHEAD = 100_000_000
 """Clock cycles (about 50 ms) of launches ahead of the GPU, as in a training loop, which does not wait for the step before."""
@@ -134,7 +135,10 @@ def models(plan: Plan) -> dict[tuple[str, str], Callable[[], nn.Module]]:
 
 
 class Step:
-    """One optimizer step on random tokens: float32 parameters (or the model's own dtype), bfloat16 compute, clipping, fused AdamW."""
+    """One optimizer step on random tokens: float32 parameters (or the model's own dtype), bfloat16 compute, clipping, fused AdamW.
+
+    Whosesoever the model is, it is replayed as the trainer's steps are: gradients as one CUDA graph, the update as another.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         torch.manual_seed(0)
@@ -145,15 +149,25 @@ class Step:
         self.mixed = next(model.parameters()).dtype == torch.float32
 
     def shape(self, length: int, batch: int) -> None:
+        """For tokens of this shape, with graphs of its own."""
         self.tokens = torch.randint(0, self.vocab, (batch, length), device="cuda")
+        self.replayed = Replayed(self.gradients, self.model.parameters())
+        self.replayed_update = ReplayedUpdate(self.advance, self.optimizer, self.replayed)
 
     def __call__(self) -> None:
+        self.replayed_update(self.replayed(self.tokens))
+
+    def gradients(self, tokens: Tensor) -> Tensor:
         with torch.autocast("cuda", torch.bfloat16, enabled=self.mixed):
-            loss = self.model(self.tokens, labels=self.tokens).loss
+            loss = self.model(tokens, labels=tokens).loss
         loss.backward()
+        return loss.detach()
+
+    def advance(self, loss: Tensor) -> Tensor:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        return loss
 
 
 def measure(plan: Plan) -> Iterator[Record]:
@@ -185,13 +199,11 @@ def measure(plan: Plan) -> Iterator[Record]:
         times: dict[tuple[str, str], list[float]] = {key: [] for key in steps}
         for key, step in steps.items():
             step.shape(length, batch)
-            for _ in range(3):
-                step()
             torch.cuda.synchronize()
-            resident = torch.cuda.memory_allocated()
+            others = torch.cuda.memory_allocated() - own_bytes(step)
             torch.cuda.reset_peak_memory_stats()
-            step()
-            others = resident - own_bytes(step)
+            for _ in range(REHEARSALS + 2):
+                step()  # a graph takes its memory when it is captured
             peaks[key] = torch.cuda.max_memory_allocated() - others
         for _ in range(plan.rounds):
             for key, step in steps.items():

@@ -120,7 +120,7 @@ class Run:
         task = self.task()
         if task is not None:
             config = recall_training(task, steps=self.steps, seed=self.seed, lr=lr, eval_every=100)
-            compute = replace(config.compute, precision="bfloat16", cuda_graph=True)
+            compute = replace(config.compute, precision="bfloat16", compile=False)
             return replace(config, checkpoint_every=0, checkpoint=NO_CHECKPOINT, compute=compute)
         return text_training(self.steps, self.seed, lr)
 

@@ -47,11 +47,11 @@ class ComputeConfig:
     micro_batch: int = 8
     """Most sequences a device takes at once; its share of the batch is split as evenly as can be so that none is larger."""
     compile: bool | None = None
-    """torch.compile of the blocks; None: on a GPU, without cuda_graph."""
+    """torch.compile of the blocks; None: on a GPU."""
     activation_checkpointing: bool = False
     """Keep only the blocks' inputs and compute the rest again in the backward pass."""
-    cuda_graph: bool = False
-    """Where one process trains on a GPU: launch a micro-step's kernels all at once, which small models otherwise wait for."""
+    cuda_graph: bool | None = None
+    """Where one process trains on a GPU: launch a micro-step's kernels all at once; None: unless other settings are against it."""
 
 
 @dataclass(frozen=True)
@@ -133,14 +133,19 @@ class TrainConfig:
                 raise ValueError(f"{name} must not be negative, got {fields[name]}")
         if self.batch_tokens % self.sequence_length:
             raise ValueError(f"batch_tokens {self.batch_tokens} must be a multiple of sequence_length {self.sequence_length}")
-        clashes = {"documents separate": self.documents == "separate", "compute.compile": self.compute.compile}
-        clashes |= {"compute.activation_checkpointing": self.compute.activation_checkpointing}
-        if self.compute.cuda_graph and any(clashes.values()):
-            raise ValueError(f"compute.cuda_graph does not go with {next(name for name, given in clashes.items() if given)}: leave one off")
+        if self.compute.cuda_graph and self.against_graphs:
+            raise ValueError(f"compute.cuda_graph does not go with {self.against_graphs}: leave one off")
         if not 0 <= self.schedule.warmup_tokens <= self.token_budget:
             raise ValueError(
                 f"schedule.warmup_tokens must be between 0 and token_budget {self.token_budget}, got {self.schedule.warmup_tokens}"
             )
+
+    @property
+    def against_graphs(self) -> str | None:
+        """The setting that CUDA graphs do not go with, if there is one: shapes that change, random states that are looked at."""
+        if self.documents == "separate":
+            return "documents separate"
+        return "compute.activation_checkpointing" if self.compute.activation_checkpointing else None
 
     @property
     def batch_size(self) -> int:

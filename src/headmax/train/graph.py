@@ -47,45 +47,56 @@ class Captured(NamedTuple):
 class Replayed:
     """A function of tensors that adds to the gradients of parameters and does nothing else.
 
-    It is captured at its first call with inputs of such shapes. Its output is overwritten by the next call.
+    It is captured at its first call with inputs of such shapes: once to make gradients where there are none yet, and once to add to them.
+    Its output is overwritten by the next call.
     """
 
     def __init__(self, function: Callable[..., Tensor], parameters: Iterable[Parameter]) -> None:
         self.function, self.parameters = function, list(parameters)
         self.gradients: list[tuple[Parameter, Tensor]] = []
-        self.captured: dict[tuple[torch.Size, ...], Captured] = {}
+        """Where all graphs have them."""
+        self.captured: dict[tuple[bool, tuple[torch.Size, ...]], Captured] = {}
         self.pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, *inputs: Tensor) -> Tensor:
-        shapes = tuple(x.shape for x in inputs)
-        if shapes not in self.captured:
-            self.captured[shapes] = self.capture(inputs)
-        if all(p.grad is None for p in self.parameters):
-            torch._foreach_zero_([gradient for _, gradient in self.gradients])
-            self.lend()
-        return self.captured[shapes](inputs)
+        first = all(p.grad is None for p in self.parameters)
+        kind = first, tuple(x.shape for x in inputs)
+        if kind not in self.captured:
+            self.captured[kind] = self.capture(inputs, first)
+        output = self.captured[kind](inputs)
+        self.lend()
+        return output
 
-    def capture(self, inputs: tuple[Tensor, ...]) -> Captured:
-        """Gradients that are there already stay as they are."""
-        places, before = tuple(x.clone() for x in inputs), [p.grad for p in self.parameters]
+    def capture(self, inputs: tuple[Tensor, ...], first: bool) -> Captured:
+        """The gradients' numbers stay as they are."""
+        places = tuple(x.clone() for x in inputs)
         beside = side_stream(torch.cuda.current_device())
         beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(beside):
-            self.drop()
             for _ in range(REHEARSALS):
+                self.drop()
                 self.function(*places)
         torch.cuda.current_stream().wait_stream(beside)
-        if not self.gradients:
-            self.gradients = [(p, torch.zeros_like(p)) for p in self.parameters if p.grad is not None]
-        assert [id(p) for p, _ in self.gradients] == [id(p) for p in self.parameters if p.grad is not None]
-        self.lend()
-        captured = Captured.of(self.function, places, self.pool)
-        for p, gradient in zip(self.parameters, before, strict=True):
-            p.grad = gradient
+        self.drop()
+        if not first:
+            self.lend()
+        captured = Captured.of(self.whole if first else self.function, places, self.pool)
+        self.drop()
         return captured
 
+    def whole(self, *places: Tensor) -> Tensor:
+        """Gradients that the first graph has made are where they are; those of other shapes are copied there."""
+        output = self.function(*places)
+        made = [(p, p.grad) for p in self.parameters if p.grad is not None]
+        if not self.gradients:
+            self.gradients = made
+        else:
+            assert [id(p) for p, _ in self.gradients] == [id(p) for p, _ in made]
+            torch._foreach_copy_([gradient for _, gradient in self.gradients], [gradient for _, gradient in made])
+        return output
+
     def lend(self) -> None:
-        """The places that graphs add to become the parameters' gradients, until somebody drops them."""
+        """The places that graphs have gradients at become the parameters', until somebody drops them."""
         self.drop()
         for p, gradient in self.gradients:
             p.grad = gradient
@@ -112,22 +123,17 @@ class ReplayedUpdate:
             return self.function(*numbers)
         if self.captured is None:
             self.captured = self.capture(numbers)
-        return self.captured(numbers)
+        output = self.captured(numbers)
+        self.replayed.drop()
+        return output
 
     def capture(self, numbers: tuple[Tensor, ...]) -> Captured:
-        """Gradients are zeroed where they are, for the next step to add to; the optimizer's settings stay as they are."""
+        """The optimizer's settings stay as they are."""
         groups = self.optimizer.param_groups
         before = [dict(group) for group in groups]
         for group in groups:
             group["capturable"] = True
-
-        def whole(*numbers: Tensor) -> Tensor:
-            output = self.function(*numbers)
-            torch._foreach_zero_([gradient for _, gradient in self.replayed.gradients])
-            return output
-
-        captured = Captured.of(whole, tuple(x.clone() for x in numbers), self.replayed.pool)
+        captured = Captured.of(self.function, tuple(x.clone() for x in numbers), self.replayed.pool)
         for group, old in zip(groups, before, strict=True):
             group.update(old)
-        self.replayed.lend()
         return captured

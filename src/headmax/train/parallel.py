@@ -87,7 +87,7 @@ def join(device: str | None) -> Iterator[World]:
 
 def graphed(config: TrainConfig, world: World) -> bool:
     """Whether micro-steps are CUDA graphs."""
-    return config.compute.cuda_graph and world.device.type == "cuda" and world.size == 1
+    return world.device.type == "cuda" and world.size == 1 and config.compute.cuda_graph is not False and not config.against_graphs
 
 
 class Replica:
@@ -101,7 +101,7 @@ class Replica:
         if config.compute.activation_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         compiled = config.compute.compile
-        if world.device.type == "cuda" and not graphed(config, world) if compiled is None else compiled:
+        if world.device.type == "cuda" if compiled is None else compiled:
             model.model.compile_blocks()
         if world.size > 1 and config.parallel == "ddp":
             self.module = DistributedDataParallel(model, gradient_as_bucket_view=True)

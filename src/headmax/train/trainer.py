@@ -192,6 +192,8 @@ class Trainer:
     def gradients(self, batches: list[Batch]) -> Tensor:
         """Adds up the gradients of this step's global batch; its mean loss over all predicted tokens of all ranks."""
         device, ranks = self.world.device, self.world.size
+        if any(batch.packing is not None for batch in batches):  # no two have the same shapes
+            self.replayed = self.replayed_update = None
         items = self.world.sum(torch.full((), sum(map(predicted, batches)), device=device, dtype=torch.float32)).clamp(min=1)
         total, compute = torch.zeros((), device=device), self.replayed or self.add_gradients
         for n, batch in enumerate(batches):
