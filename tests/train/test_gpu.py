@@ -83,19 +83,21 @@ def test_nothing_in_a_step_waits_for_the_device(separate: bool, tmp_path: Path, 
         {"compute_precision": "bfloat16"},
         {"compute_compile": True},
         {"gate_balance": 0.1},
-        {"source": Walks(separate=True)},
+        {"separate": True},
         *({"model": {"mixer": mixer, "conv_size": 4}} for mixer in ("gla", "retnet", "gated_deltanet")),
         {"model": {"mixer": "attention", "head_gate": None}},
     ],
     ids=str,
 )
 def test_a_graph_takes_the_same_steps(changes: dict[str, Any], tmp_path: Path) -> None:
-    """Micro-batches of two shapes, validation in between."""
+    """Micro-batches of two shapes, validation in between. Documents kept apart are no graph though nothing was said against it."""
     settings: dict[str, Any] = {"device": "cuda", "compute_compile": False, "compute_micro_batch": 3, "max_steps": 12, "eval_every": 5}
-    for graph in (False, True):
-        given = None if graph else False
-        train(tmp_path / str(graph), **settings | changes, compute_cuda_graph=given, validation=Walks(seed=1))
-    eager, replayed = (torch.tensor(losses(tmp_path / str(graph)), dtype=torch.float64) for graph in (False, True))
+    settings |= changes
+    separate = settings.pop("separate", False)
+    for graph in (None, False):
+        source, held_out = Walks(separate=separate), Walks(seed=1)
+        train(tmp_path / str(graph), **settings, source=source, compute_cuda_graph=graph, validation=held_out)
+    eager, replayed = (torch.tensor(losses(tmp_path / str(graph)), dtype=torch.float64) for graph in (False, None))
     torch.testing.assert_close(replayed, eager, rtol=1e-6, atol=0)
     assert eager[:, 1].unique().numel() == 12
 
