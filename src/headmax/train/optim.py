@@ -40,8 +40,11 @@ def clip(model: nn.Module, limit: float) -> Tensor:
 
 def step_unless(optimizer: AdamW, skip: Tensor, lr: float | Tensor) -> None:
     """One step at this learning rate, none where `skip` is 1.0: decided on the device, as GradScaler does, so that nothing waits."""
+    before = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.found_inf = skip  # type: ignore[attr-defined]
     optimizer.step()
     optimizer.zero_grad()
+    for group, old in zip(optimizer.param_groups, before, strict=True):
+        group["lr"] = old  # in a checkpoint a number
