@@ -78,8 +78,8 @@ def steps() -> str:
     first = ", ".join(f"{r.metric.split('/')[0]} {r.value:.0f} s" for r in cold)
     note = [
         f"Float32 parameters, bfloat16 compute, fused AdamW, {gates.device}; commits of ours and theirs: where they",
-        "differ, times are of two runs. Ours are compiled block by block; flash-linear-attention is not (not measured so),",
-        "has the gates put on by hand, and its GDN runs under Triton",
+        "differ, times are of two runs. Ours are compiled block by block and replayed as CUDA graphs; flash-linear-attention's are",
+        "neither (not measured so), have the gates put on by hand, and its GDN runs under Triton",
         f"{theirs.extra['triton']}, since it refuses 3.6 on this GPU. Transformer++, timed with launches less far ahead of the GPU:",
         f"{other.value:,.0f} tokens/s (commit {other.commit[:7]}). First step of {cold[0].case.split()[0]} with empty caches: {first}",
         f"(commit {cold[0].commit[:7]}). Other lengths are in [docs/reproduction.md](docs/reproduction.md#training), what bounds it all in",
