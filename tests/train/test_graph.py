@@ -135,7 +135,7 @@ def test_updates_are_those_of_the_optimizer(model: nn.ModuleDict, monkeypatch: p
         for p, q in zip(model.parameters(), twin.parameters(), strict=True):
             torch.testing.assert_close(p, q)
     assert update.captured is not None
-    assert [group["capturable"] for group in optimizer.param_groups] == [False]
+    assert [(group["capturable"], group["lr"]) for group in optimizer.param_groups] == [(False, 0.5)]
 
 
 @pytest.mark.parametrize(
