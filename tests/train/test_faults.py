@@ -1,11 +1,13 @@
 """Signals, NaN, a full disk, unreadable data: a clear message, and the last checkpoint intact."""
 
 import errno
+import itertools
 import os
 import re
 import signal
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from headmax.data.source import Batch
 from headmax.models import HeadmaxForCausalLM
 from headmax.train import trainer
 from headmax.train.checkpoint import finished, problem
-from headmax.train.faults import Interrupted, TrainingError
+from headmax.train.faults import Interrupted, NoMemory, TrainingError
 from headmax.train.metrics import Log, read_lines
 from tests.train.small import Walks, checkpoints, command, finish, losses, parameters, poisoned, start, torchrun, train, wait_for_step
 
@@ -117,6 +119,27 @@ def test_a_full_disk_under_the_metrics(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(os, "fsync", full_disk)
     with pytest.raises(TrainingError, match=r"cannot go on with .*No space left on device"):
         train(tmp_path, max_steps=3)
+
+
+def test_no_memory_says_what_to_make_smaller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And loses nothing that was saved."""
+    train(tmp_path / "whole", max_steps=8)
+    forward, calls = HeadmaxForCausalLM.forward, itertools.count()
+
+    def full(self: HeadmaxForCausalLM, *arguments: Any, **options: Any) -> Any:
+        if next(calls) == 4 * 6:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+        return forward(self, *arguments, **options)
+
+    monkeypatch.setattr(HeadmaxForCausalLM, "forward", full)
+    with pytest.raises(NoMemory) as error:
+        train(tmp_path / "run", max_steps=8, checkpoint_every=4)
+    monkeypatch.undo()
+    assert checkpoints(tmp_path / "run") == ["step-00000004"]
+    ways = "a smaller --compute.micro-batch (2 sequences at once), --compute.activation-checkpointing, or on several GPUs --parallel fsdp"
+    assert str(error.value) == f"a step does not fit: give {ways}. CUDA out of memory. Tried to allocate 2.00 GiB."
+    train(tmp_path / "run", max_steps=8, compute_activation_checkpointing=True)
+    torch.testing.assert_close(parameters(tmp_path / "run"), parameters(tmp_path / "whole"))
 
 
 def test_unreadable_data_is_named(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from headmax.train.config import ComputeConfig
 from headmax.train.parallel import World
 
 
@@ -21,6 +22,17 @@ class TrainingError(RuntimeError):
     """Why a run could not go on, in one line for whoever started it."""
 
     exit_status = 1
+
+
+class NoMemory(RuntimeError):
+    """A step did not fit: not the model's doing, but that of how it is computed."""
+
+    exit_status = 1
+
+    def __init__(self, compute: ComputeConfig, error: torch.OutOfMemoryError) -> None:
+        ways = f"a smaller --compute.micro-batch ({compute.micro_batch} sequences at once)"
+        ways += "" if compute.activation_checkpointing else ", --compute.activation-checkpointing"
+        super().__init__(f"a step does not fit: give {ways}, or on several GPUs --parallel fsdp. {str(error).splitlines()[0]}")
 
 
 class Interrupted(Exception):

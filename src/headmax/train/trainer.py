@@ -25,7 +25,7 @@ from headmax.train import checkpoint
 from headmax.train.checkpoint import Checkpoints
 from headmax.train.config import TrainConfig, decisive, flatten
 from headmax.train.evaluate import balance, evaluate
-from headmax.train.faults import Interrupted, StopSignals, TrainingError, diagnose
+from headmax.train.faults import Interrupted, NoMemory, StopSignals, TrainingError, diagnose
 from headmax.train.feed import Feed, predicted, to
 from headmax.train.graph import Replayed, ReplayedUpdate
 from headmax.train.metrics import Line, Log, matmul_rate, memory, summarize
@@ -50,7 +50,8 @@ def fit(
 
     `tokenizer` is a folder whose tokenizer.json goes with the run; `start` are parameters by name that take the place of random ones;
     `show` gets every step's line of metrics, on the first rank.
-    Raises `Interrupted` after a signal, with all saved, and `TrainingError` where the run cannot go on.
+    Raises `Interrupted` after a signal, with all saved, `NoMemory` where a step does not fit, and `TrainingError` where the run cannot go
+    on.
     """
     if source.vocab_size > model.vocab_size:
         raise ValueError(f"model.vocab_size is {model.vocab_size}, but the data has {source.vocab_size} tokens: give at least as many")
@@ -67,6 +68,8 @@ def fit(
                 trainer.close()
         except OSError as error:
             raise TrainingError(f"cannot go on with {out}: {error}") from error
+        except torch.OutOfMemoryError as error:
+            raise NoMemory(config.compute, error) from error
 
 
 @contextlib.contextmanager
