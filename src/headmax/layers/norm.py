@@ -42,7 +42,7 @@ def _rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tu
 
 
 def _norm_beside(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return x, normalized(x, weight, eps)
+    return _rms_norm(x, None, weight, eps)
 
 
 def _read_out(o: Tensor, swish: Tensor | None, read: Tensor | None, weight: Tensor, out: Tensor, eps: float) -> Tensor:
