@@ -32,12 +32,28 @@ def assert_bit_identical(name: str, inputs: dict, expected: dict[str, torch.Tens
 
 
 def cut_into_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    from headmax.ops import triton_common, triton_decayed
-    from headmax.ops.gated_delta_rule import triton_chunk
+    from headmax.ops import triton_common, triton_scan
 
     monkeypatch.setattr(triton_common, "MIN_SEGMENT", 1)
-    monkeypatch.setattr(triton_decayed, "processors", lambda device: 6)
-    monkeypatch.setattr(triton_chunk, "processors", lambda device: 6)
+    monkeypatch.setattr(triton_scan, "processors", lambda device: 6)
+
+
+@here
+@pytest.mark.parametrize(("name", "kernel", "key"), [("linear_attention", "scan", 160), ("gated_delta_rule", "delta_scan", 40)])
+def test_blocks_of_states_half_as_wide_change_no_bit(name: str, kernel: str, key: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from headmax.ops import triton_scan
+
+    inputs = inputs_of(name, Case(time=200, heads=1, key=key, value=2 * key, gates="both", initial_state=True), torch.bfloat16)
+
+    def on(processors: int) -> tuple[dict[str, int], int]:
+        monkeypatch.setattr(triton_scan, "processors", lambda device: processors)
+        return triton_scan.spread(kernel, inputs["k"], inputs["v"], triton_scan.Layout(1, 200, None, None), narrowest=32)
+
+    whole, _ = on(1)
+    expected = run(SPECS[name], inputs, "triton")
+    half, segments = on(2 * triton_scan.state_blocks(whole, inputs["k"], inputs["v"]))
+    assert (2 * half["BV"], segments) == (whole["BV"], 1)
+    assert_bit_identical(name, inputs, expected)
 
 
 @here

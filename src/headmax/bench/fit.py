@@ -29,7 +29,7 @@ from headmax.layers.triton_loss import cross_entropy_rows
 from headmax.layers.triton_norm import read_out, rms_norm
 from headmax.layers.triton_rotary import turned
 from headmax.layers.triton_swiglu import swiglu
-from headmax.ops import head_gate, registry, triton_decayed, triton_tiles
+from headmax.ops import head_gate, registry, triton_scan, triton_tiles
 from headmax.ops.gated_delta_rule import WIDE_DELTA, triton_chunk
 from headmax.ops.head_gate import split_gates
 from headmax.ops.packing import CHUNK
@@ -38,6 +38,10 @@ from headmax.ops.triton_common import MIN_SEGMENT
 
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """KiB of shared memory a block may have, by compute capability."""
+
+
+FEW = {"narrow": 9, "wide": 20}
+"""More processors than one head has blocks of states, and fewer than twice as many and a half."""
 
 
 class Absent:
@@ -115,12 +119,20 @@ def compile_only(capability: int) -> dict[str, Compiled]:
     triton_block.unfit = lambda _: None  # type: ignore[assignment]
     entry = max(size for size in map(int, triton_tiles.TABLE) if size <= SHARED[capability])
     triton_tiles.entry_for = lambda _: str(entry)  # type: ignore[assignment]
-    triton_decayed.processors = triton_chunk.processors = many_processors  # type: ignore[assignment]
+    triton_scan.processors = many_processors  # type: ignore[assignment]
     return found
 
 
 def many_processors(_: torch.device) -> int:
+    """So many that sequences are cut into segments."""
     return 10_000
+
+
+def on_few(processors: int, call: Callable[[], object]) -> None:
+    """On so many that blocks of states are halved instead."""
+    triton_scan.processors = lambda _: processors  # type: ignore[assignment]
+    call()
+    triton_scan.processors = many_processors  # type: ignore[assignment]
 
 
 def calls(dtype: torch.dtype, shared: int) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -130,10 +142,13 @@ def calls(dtype: torch.dtype, shared: int) -> Iterator[tuple[str, Callable[[], o
             if op == "gated_delta_rule" and dtype == torch.float32 and width == "wide" and shared < WIDE_DELTA:
                 continue  # refused there, see its __init__
             function = functools.partial(spec.function, return_state=True, backend="triton")
-            times = (70, triton_chunk.LEAST_SEGMENTS * MIN_SEGMENT * CHUNK)  # the second is cut into segments
+            times = (70, triton_chunk.CUTTING["least"] * MIN_SEGMENT * CHUNK)  # the second is cut into segments
             for time, decay in product(times, ("soft", "head", "none") if op == "linear_attention" else ("soft",)):
                 case = Case(time=time, heads=1, key=key, value=value, decay=decay, gates="both", initial_state=True)
-                yield f"{op} {width}", functools.partial(spec.evaluate, spec.inputs(case, dtype), function)
+                call = functools.partial(spec.evaluate, spec.inputs(case, dtype), function)
+                yield f"{op} {width}", call
+                if time == times[0]:
+                    yield f"{op} {width}, halved", functools.partial(on_few, FEW[width], call)
         packed = Case(time=70, heads=1, key=128, value=256, lengths=(30, 40))
         yield f"{op} packed, no gates", functools.partial(spec.evaluate, spec.inputs(packed, dtype), function)
     x, weight, taps = torch.ones(1, 70, 4, 128, dtype=dtype), torch.ones(4, 128), torch.ones(128, 4)

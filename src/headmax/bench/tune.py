@@ -61,32 +61,33 @@ WHOLE: list[Tiles] = [
     [256, 64, 8, 2, 0],
     [256, 64, 4, 2, 0],
     [256, 64, 4, 3, 0],
+    [256, 64, 4, 4, 0],
     [256, 64, 8, 1, 0],
     [256, 64, 8, 3, 0],
     [256, 64, 4, 1, 0],
 ]
-"""A scan of the delta rule holds all key channels of the state."""
-CANDIDATES: dict[str, dict[str, tuple[str, list[Tiles]]]] = {
+"""For scans that hold all key channels of the state."""
+CANDIDATES: dict[str, dict[str, dict[str, list[Tiles]]]] = {
     "linear_attention": {
-        "prepare_kernel": ("prepare", SMALL),
-        "scan_kernel": ("scan", GEMM),
-        "combine_kernel": ("combine", GEMM),
-        "query_key_gradients_kernel": ("query_key_gradients", DEEP),
+        "prepare_kernel": {"prepare": SMALL},
+        "scan_kernel": {"scan": GEMM},
+        "combine_kernel": {"combine": GEMM},
+        "query_key_gradients_kernel": {"query_key_gradients": DEEP},
     },
     "gla": {
-        "prepare_kernel": ("prepare_channel", SMALL),
-        "scan_kernel": ("scan", GEMM),
-        "combine_kernel": ("combine", GEMM),
-        "query_key_gradients_kernel": ("query_key_gradients_channel", DEEP),
+        "prepare_channel_kernel": {"prepare_channel": [*SMALL, [64, 64, 4, 1, 168]]},
+        "scan_kernel": {"scan": GEMM, "read_scan": WHOLE},
+        "combine_kernel": {"combine": GEMM},
+        "query_key_gradients_kernel": {"query_key_gradients_channel": DEEP},
     },
     "gated_delta_rule": {
-        "delta_writes_kernel": ("delta_writes", SMALL),
-        "delta_scan_kernel": ("delta_scan", WHOLE),
-        "delta_scan_back_kernel": ("delta_scan_back", WHOLE),
-        "delta_write_gradients_kernel": ("delta_write_gradients", SMALL),
+        "delta_writes_kernel": {"delta_writes": SMALL},
+        "delta_scan_kernel": {"delta_scan": WHOLE, "delta_read_scan": WHOLE},
+        "delta_scan_back_kernel": {"delta_scan_back": WHOLE},
+        "delta_write_gradients_kernel": {"delta_write_gradients": SMALL},
     },
 }
-"""For each op the kernels it decides on, their names in the table and what to try; the delta rule shares the others."""
+"""For each op the kernels it decides on, their names in the table, one for each use, and what to try; the delta rule shares the others."""
 UNTRIED = ("delta_carry",)
 """In the table too, but not run at the batch that is timed."""
 
@@ -100,10 +101,13 @@ def here() -> dict[str, dict[str, Tiles]]:
     return triton_tiles.TABLE[triton_tiles.entry_for(torch.device("cuda"))]["kernels"]
 
 
-def options(op: str, width: str) -> dict[str, list[Tiles]]:
-    """What to try for each kernel `op` decides on: the candidates, and what stands in the table."""
-    standing = STANDING[triton_tiles.entry_for(torch.device("cuda"))]["kernels"]
-    return {name: [*tried, *[standing[name][width]] * (standing[name][width] not in tried)] for name, tried in CANDIDATES[op].values()}
+def options(op: str, width: str) -> dict[str, list[tuple[str, Tiles]]]:
+    """What to try for each kernel `op` decides on, one name in the table after the other: the candidates, and what stands there."""
+    standing, found = STANDING[triton_tiles.entry_for(torch.device("cuda"))]["kernels"], {}
+    for kernel, names in CANDIDATES[op].items():
+        tried = {name: [*tiles, *[standing[name][width]] * (standing[name][width] not in tiles)] for name, tiles in names.items()}
+        found[kernel] = [(name, tiles) for name in names if standing[name][width] is not None for tiles in tried[name]]
+    return found
 
 
 def case_of(op: str, width: str, time: int) -> Case:
@@ -125,12 +129,13 @@ def step(op: str, width: str, time: int) -> Callable[[], object]:
     return lambda: torch.autograd.grad(SPECS[op].function(**inputs, backend="triton")[0], leaves, d_output)
 
 
-def choose(op: str, width: str, n: int, only: str | None = None) -> dict[str, Tiles]:
-    """Puts the n-th candidate of each kernel (or of `only` one) into the table; returns what was put there."""
+def choose(op: str, width: str, n: int, only: str | None = None) -> dict[str, tuple[str, Tiles]]:
+    """Puts the n-th candidate of each kernel (or of `only` one) into the table; returns what was put there, by kernel."""
     put = {}
-    for name, tiles in options(op, width).items():
-        if n < len(tiles) and only in (None, name):
-            here()[name][width] = put[name] = tiles[n]
+    for kernel, tried in options(op, width).items():
+        if n < len(tried) and only in (None, kernel):
+            name, tiles = put[kernel] = tried[n]
+            here()[name][width] = tiles
     return put
 
 
@@ -141,17 +146,17 @@ def warm(job: tuple[str, str, int]) -> tuple[tuple[str, str, int], dict[str, str
     """
     op, width, n = job
     wrong = {}
-    for name, _ in CANDIDATES[op].values():
+    for kernel in CANDIDATES[op]:
         before = copy.deepcopy(triton_tiles.TABLE)
-        if choose(op, width, n, only=name):
+        if choose(op, width, n, only=kernel):
             try:
                 step(op, width, time=256)()
                 for dtype, time in itertools.product((torch.bfloat16, torch.float32), (176, 200)):  # lengths that compile differently
                     off = error(ours(op, "triton"), case_of(op, width, time), dtype, torch.device("cuda"))
                     if not off <= TOLERANCE[dtype]:
-                        wrong[name] = f"is {off:.1e} from the oracle in {dtype}"
+                        wrong[kernel] = f"is {off:.1e} from the oracle in {dtype}"
             except Exception as failure:  # out of resources, or a compiler that gives up: no candidate
-                wrong[name] = f"fails: {repr(failure).splitlines()[0]}"
+                wrong[kernel] = f"fails: {repr(failure).splitlines()[0]}"
         triton_tiles.TABLE.update(before)
     return job, wrong
 
@@ -160,8 +165,7 @@ def times(op: str, width: str, rounds: int = 5) -> dict[str, float]:
     """Microseconds each kernel takes in one forward and backward pass of B=8 T=4096 H=4."""
     run = step(op, width, time=4096)
     run()
-    known = CANDIDATES[op]
-    return {known[kernel][0]: 1e6 * taken for kernel, (taken, _) in kernel_times(run, rounds).items() if kernel in known}
+    return {kernel: 1e6 * taken for kernel, (taken, _) in kernel_times(run, rounds).items() if kernel in CANDIDATES[op]}
 
 
 def tune(pairs: Iterable[tuple[str, str]], processes: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
@@ -178,13 +182,15 @@ def tune(pairs: Iterable[tuple[str, str]], processes: int, say: Callable[[str], 
         op, width, n = job
         here().update(copy.deepcopy(standing))
         put = choose(op, width, n)
-        for name, why in failures[job].items():
-            say(f"{name} {width}: {put[name]} {why}")
+        for kernel, why in failures[job].items():
+            name, tiles = put.pop(kernel)
+            say(f"{name} {width}: {tiles} {why}")
             here()[name][width] = standing[name][width]
-        for name, micro in times(op, width).items():
-            if name in put and name not in failures[job]:
-                measured.append({"kernel": name, "width": width, "op": op, "tiles": put[name], "us": micro})
-                say(f"{op} {name} {width}: {put[name]} {micro:.0f} us")
+        for kernel, micro in times(op, width).items():
+            if kernel in put:
+                name, tiles = put[kernel]
+                measured.append({"kernel": name, "width": width, "op": op, "tiles": tiles, "us": micro})
+                say(f"{op} {name} {width}: {tiles} {micro:.0f} us")
     for (name, width), best in fastest(measured).items():
         standing[name][width] = best
     here().update(copy.deepcopy(STANDING[triton_tiles.entry_for(torch.device("cuda"))]["kernels"]))

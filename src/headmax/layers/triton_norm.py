@@ -18,8 +18,10 @@ from headmax.ops.triton_tiles import processors
 TILE = 2048
 """Numbers of a tile, of as many rows as that makes."""
 WARPS = 8
-PROGRAMS = 3
+PROGRAMS = 2
 """Of the gradient kernel, on each processor."""
+STAGES = 3
+"""Of its loop: tiles that are on their way, and the one that is computed on."""
 
 
 @triton.jit
@@ -66,12 +68,12 @@ def rms_norm_kernel(
 def rms_norm_gradients_kernel(
     d_y, d_total, x, swish, read, weight, d_x, d_swish, d_read, d_weight, y, rows, stride, eps,
     H: tl.constexpr, WIDTH: tl.constexpr, BR: tl.constexpr, BW: tl.constexpr, SUM: tl.constexpr, SWISH: tl.constexpr, READ: tl.constexpr,
-    AGAIN: tl.constexpr,
+    AGAIN: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Gradients of all inputs, of d_weight this program's share; if SUM, d_total comes to d_x; if AGAIN, y itself once more."""
     columns, share = tl.arange(0, BW), tl.zeros([BR, BW], tl.float32)  # summed over rows at the end alone: threads must meet for that
     t_w = tl.load(weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)[None, :]
-    for start in range(tl.program_id(0) * BR, rows, tl.num_programs(0) * BR):
+    for start in tl.range(tl.program_id(0) * BR, rows, tl.num_programs(0) * BR, num_stages=AHEAD):
         index, at, beside, inside = place(start, rows, H, WIDTH, BR, BW, stride)
         t_x = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
         t_d = tl.load(d_y + at, mask=inside, other=0.0).to(tl.float32)
@@ -143,7 +145,7 @@ def _gradients(
     shares = _shares(x)
     rms_norm_gradients_kernel[(len(shares),)](
         d_y, d_total, x, swish, read, weight, made[0], made[1], d_read, shares, made[2], eps=eps, SUM=d_total is not None, AGAIN=again,
-        **sizes,
+        AHEAD=STAGES, **sizes,
     )  # fmt: skip
     return made[0], made[1], d_read, shares, made[2]
 

@@ -9,8 +9,8 @@ every pair of tokens meets once, and no factor is above 1. Where blocks of 32 de
 come before halves of 32; where those do, they are single tokens, and halves of 1, 2, 4, ... come first. That is exact for any decay. It
 takes longer, so it is done (EXACT) only for the chunks that need it; trained models have them.
 
-All decays are differences of running sums, which are made once and lie in memory, to be read wherever a boundary is: float32, or float64
-for float32 inputs.
+All decays are differences of running sums: float32, or float64 for float32 inputs. Where there are several products, and in the backward
+pass, they lie in memory, to be read wherever a boundary is.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from headmax.ops.packing import CHUNK
-from headmax.ops.triton_common import base_2, chunk_span, row_values, tile
+from headmax.ops.triton_common import base_2, causal_mask, chunk_span, row_values, tile
 
 MILD = tl.constexpr(120 * math.log2(math.e))
 """A decay of exp(-120), split in two, leaves factors of at most exp(60): float32's and bfloat16's range has room for queries and keys."""
@@ -51,33 +51,6 @@ def sums_from_the_end(x, C: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def sums_kernel(
-    log_decay, read_gate, write_gate, sums, whole, mild, table, T,
-    H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """The running sums of a chunk's log-decays, base 2, the decay of the whole chunk, and whether it is mild.
-
-    That is, its decays are mild enough for one product, and its gates large enough to divide their gradients out of that product's.
-    """
-    tl.static_assert(C == BK)  # so that both are looked for in one go
-    chunk, head = tl.program_id(0) // H, tl.program_id(0) % H
-    first, count = chunk_span(chunk, table, T, C, PACKED)
-    index, lowest = chunk.to(tl.int64) * H + head, tl.zeros([BK], tl.float32)
-    read = row_values(read_gate, first, count, head, H, C, READ)
-    write = row_values(write_gate, first, count, head, H, C, WRITE)
-    for k_start in range(0, K, BK):
-        p_g, inside = tile(log_decay, first, count, head, k_start, H, K, C, BK)
-        p_s, in_s = tile(sums, first, count, head, k_start, H, K, C, BK)
-        step = base_2(tl.load(p_g, mask=inside, other=0.0).to(sums.dtype.element_ty))
-        tl.store(p_s, tl.cumsum(step, 0), mask=inside)
-        total, columns = tl.sum(step, 0).to(tl.float32), k_start + tl.arange(0, BK)
-        tl.store(whole + index * K + columns, total, mask=columns < K)
-        lowest = tl.minimum(lowest, total)
-    large = tl.minimum(tl.abs(read), tl.abs(write)) > SMALL_GATE
-    tl.store(mild + index, tl.where(tl.min(tl.where(large, lowest, -MILD), 0) > -MILD, 1, 0))
-
-
-@triton.jit
 def sums_at(sums, rows, first, count, head, k_start, H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
     """The running sums of a chunk at these rows, or at its last if it is shorter [rows, BK]."""
     at, columns = tl.minimum(rows, count - 1)[:, None], k_start + tl.arange(0, BK)[None, :]
@@ -85,17 +58,19 @@ def sums_at(sums, rows, first, count, head, k_start, H: tl.constexpr, K: tl.cons
 
 
 @triton.jit
-def channel_exponents(
-    sums, first, count, head, k_start, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, EXACT: tl.constexpr
-):
-    """What the tokens of a chunk read and write through, as powers of two [C, BK]; those of a mild one differ by their sign alone."""
+def mild_exponents(sums, whole, index, first, count, head, k_start, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr):
+    """What the tokens of a mild chunk read through, as powers of two [C, BK], less those of their write gates."""
+    columns = k_start + tl.arange(0, BK)
+    half = 0.5 * tl.load(whole + index * K + columns, mask=columns < K, other=0.0)
+    return (sums_at(sums, tl.arange(0, C), first, count, head, k_start, H, K, BK) - half[None, :]).to(tl.float32)
+
+
+@triton.jit
+def exact_exponents(sums, first, count, head, k_start, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr):
+    """What the tokens of any other chunk read and write through, as powers of two [C, BK]."""
     b = sums_at(sums, tl.arange(0, C), first, count, head, k_start, H, K, BK)
     last = sums_at(sums, tl.arange(0, 1) + C, first, count, head, k_start, H, K, BK)
-    if EXACT:
-        return b.to(tl.float32), (last - b).to(tl.float32)
-    else:
-        offset = (b - 0.5 * last).to(tl.float32)
-        return offset, -offset
+    return b.to(tl.float32), (last - b).to(tl.float32)
 
 
 @triton.jit
@@ -180,3 +155,68 @@ def add_exact_score_gradients(
         g_q += tl.where(right, g_x, 0.0)
         g_k += tl.where(right, 0.0, g_x)
     return g_q, g_k, each
+
+
+@triton.jit
+def prepare_channel_kernel(
+    q, k, log_decay, read_gate, write_gate, sums, reading, writing, scores, whole, mild, table, scale, T,
+    H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr, PACKED: tl.constexpr,
+    BACKWARD: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What `prepare` makes of a chunk with a decay per channel, and whether it is mild: its decays mild enough for one product, and its
+    gates large enough to divide their gradients out of that product's. If it is not, all is left to EXACT, which does it over again.
+
+    The backward pass has scores transposed, and keeps the running sums. A mild chunk's have the write gate in them, as a power of two:
+    what tokens write through then has it at no cost, what they read through gets it back with the read gate, of which there is one a row.
+    """
+    chunk, head = tl.program_id(0), tl.program_id(1)
+    first, count = chunk_span(chunk, table, T, C, PACKED)
+    index = chunk.to(tl.int64) * H + head
+    if EXACT:  # most have nothing to do
+        if tl.load(mild + index) != 0:
+            return
+    read = row_values(read_gate, first, count, head, H, C, READ)
+    write = row_values(write_gate, first, count, head, H, C, WRITE)
+    products, lowest = tl.zeros([C, C], tl.float32), tl.zeros([BK], tl.float32)
+    if EXACT:
+        for k_start in range(0, K, BK):
+            p_g, inside = tile(log_decay, first, count, head, k_start, H, K, C, BK)
+            p_s, in_s = tile(sums, first, count, head, k_start, H, K, C, BK)
+            step = base_2(tl.load(p_g, mask=inside, other=0.0).to(sums.dtype.element_ty))
+            tl.store(p_s, tl.cumsum(step, 0), mask=inside)
+        tl.debug_barrier()  # other threads read them
+    for k_start in range(0, K, BK):
+        p_q, inside = tile(q, first, count, head, k_start, H, K, C, BK)
+        p_k, in_k = tile(k, first, count, head, k_start, H, K, C, BK)
+        t_q, t_k = tl.load(p_q, mask=inside, other=0.0), tl.load(p_k, mask=inside, other=0.0)
+        if EXACT:
+            reads, writes = exact_exponents(sums, first, count, head, k_start, H, K, C, BK)
+            r, w = (scale * read)[:, None], write[:, None]
+            gated_q, gated_k = t_q.to(tl.float32) * r * tl.exp2(reads), t_k.to(tl.float32) * w * tl.exp2(writes)
+            products += exact_scores(q, k, r, w, sums, first, count, head, k_start, H, K, C, BK, PRECISION)
+        else:
+            p_g, in_g = tile(log_decay, first, count, head, k_start, H, K, C, BK)
+            step, columns = base_2(tl.load(p_g, mask=inside, other=0.0).to(sums.dtype.element_ty)), k_start + tl.arange(0, BK)
+            total, b = tl.sum(step, 0).to(tl.float32), tl.cumsum(step, 0)
+            if WRITE:
+                b -= tl.log2(write)[:, None]
+            tl.store(whole + index * K + columns, total, mask=columns < K)
+            lowest = tl.minimum(lowest, total)
+            if BACKWARD:
+                p_s, in_s = tile(sums, first, count, head, k_start, H, K, C, BK)
+                tl.store(p_s, b, mask=inside)
+            reads = (b - 0.5 * total[None, :]).to(tl.float32)
+            gated_q, gated_k = t_q.to(tl.float32) * (scale * read * write)[:, None] * tl.exp2(reads), t_k.to(tl.float32) * tl.exp2(-reads)
+        gated_q, gated_k = gated_q.to(t_q.dtype), gated_k.to(t_k.dtype)
+        if not EXACT:
+            products += tl.dot(gated_q, tl.trans(gated_k), input_precision=PRECISION)
+        p_r, in_r = tile(reading, first, count, head, k_start, H, K, C, BK)
+        p_w, in_w = tile(writing, first, count, head, k_start, H, K, C, BK)
+        tl.store(p_r, gated_q, mask=inside)
+        tl.store(p_w, gated_k, mask=inside)
+    if not EXACT:
+        enough = tl.min(tl.minimum(tl.abs(read), write), 0) > SMALL_GATE
+        tl.store(mild + index, tl.where(enough & (tl.min(lowest, 0) > -MILD), 1, 0))
+    products = tl.where(causal_mask(count, C), products, 0.0).to(scores.dtype.element_ty)
+    p_a, in_a = tile(scores, first, count, head, 0, H, C, C, C)
+    tl.store(p_a, tl.trans(products) if BACKWARD else products, mask=in_a)

@@ -72,11 +72,11 @@ class Layout:
         return self.sequences, *q.shape[2:], v.shape[3]
 
     def segments(self, blocks: int, processors: int, least: int = 2) -> int:
-        """Into how many segments a scan cuts each sequence: enough to give every processor two of the `blocks` per sequence.
+        """Into how many segments a scan cuts each sequence: enough to give every processor one of the `blocks` per sequence.
 
         One where that is fewer than `least`: what segments do over again would cost more than they gain.
         """
-        wanted = min(2 * processors // (blocks * self.sequences), self.chunks // (MIN_SEGMENT * self.sequences))
+        wanted = min(processors // (blocks * self.sequences), self.chunks // (MIN_SEGMENT * self.sequences))
         return wanted if wanted >= least else 1
 
 

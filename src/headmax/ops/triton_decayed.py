@@ -8,10 +8,10 @@
     whole    = b_C                                   the log-decay of the state over the chunk
 
 with b the running sum of log-decays, which kernels keep as powers of two; `half` is 0 but for decays per channel (triton_channel.py).
-All else is matrix products, forwards
+All else is matrix products (triton_scan.py), forwards
 
-    S' = exp(whole) S + exp(half) writing^T v        `scan`, which keeps exp(half) S for every chunk
-    o  = reading exp(half) S + scores v              `combine`
+    S' = exp(whole) S + exp(half) writing^T v
+    o  = reading exp(half) S + scores v
 
 and backwards the same two with (reading, dO) for (writing, v) and scores^T for scores; the gradients of reading, writing and scores
 go back to q, k, gates and decays in the kernel that makes them.
@@ -19,7 +19,7 @@ go back to q, k, gates and decays in the kernel that makes them.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -29,33 +29,29 @@ from torch import Tensor
 from headmax.ops.packing import CHUNK, Packing
 from headmax.ops.triton_channel import (
     add_exact_score_gradients,
-    channel_exponents,
-    exact_scores,
+    exact_exponents,
+    mild_exponents,
+    prepare_channel_kernel,
     sums_from_the_end,
-    sums_kernel,
 )
 from headmax.ops.triton_common import (
     Layout,
     causal_mask,
-    channel_block,
     check_kernel_limits,
     chunk_span,
     decay_matrix,
     decay_rows,
     decay_sums,
-    dot_precision,
     laid_like,
-    nth,
     on_its_device,
     row_values,
-    segment_span,
     settled,
-    state_block,
     state_tile,
     tile,
     values_at,
 )
-from headmax.ops.triton_tiles import chunk_length, processors, tile_arguments
+from headmax.ops.triton_scan import begins_shape, load_decays, scan, scan_and_read, shape_arguments
+from headmax.ops.triton_tiles import chunk_length, tile_arguments
 
 SHORT = tl.constexpr(CHUNK)
 """Tokens of a chunk that is not long."""
@@ -63,177 +59,34 @@ SHORT = tl.constexpr(CHUNK)
 
 @triton.jit
 def prepare_kernel(
-    q, k, log_decay, sums, read_gate, write_gate, reading, writing, scores, whole, mild, table, scale, T,
+    q, k, log_decay, read_gate, write_gate, reading, writing, scores, whole, table, scale, T,
     H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, DECAY: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr,
-    PACKED: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, BACKWARD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Everything of a chunk that depends on gates and decays. Chunks with decays per channel that are not mild are left to EXACT."""
+    """Everything of a chunk that depends on gates and decays; scores transposed for the backward pass."""
     chunk, head = tl.program_id(0), tl.program_id(1)
     first, count = chunk_span(chunk, table, T, C, PACKED)
-    index = chunk.to(tl.int64) * H + head
-    if EXACT:  # most have nothing to do
-        if tl.load(mild + index) != 0:
-            return
     read = row_values(read_gate, first, count, head, H, C, READ) * scale
     write = row_values(write_gate, first, count, head, H, C, WRITE)
-    if DECAY == "channel" and not EXACT:  # gates are on their way while it is looked up
-        if tl.load(mild + index) == 0:
-            return
     products = tl.zeros([C, C], tl.float32)
-    if DECAY != "channel":
-        b, left, total = decay_sums(log_decay, first, count, head, H, C, DECAY)
-        from_start, to_end = decay_rows(b, count, C) * read, decay_rows(left, count, C) * write
-        tl.store(whole + index, total.to(tl.float32))
+    b, left, total = decay_sums(log_decay, first, count, head, H, C, DECAY)
+    from_start, to_end = decay_rows(b, count, C) * read, decay_rows(left, count, C) * write
+    tl.store(whole + chunk.to(tl.int64) * H + head, total.to(tl.float32))
     for k_start in range(0, K, BK):
         p_q, inside = tile(q, first, count, head, k_start, H, K, C, BK)
         p_k, in_k = tile(k, first, count, head, k_start, H, K, C, BK)
         t_q, t_k = tl.load(p_q, mask=inside, other=0.0), tl.load(p_k, mask=inside, other=0.0)
-        if DECAY == "channel":
-            reads, writes = channel_exponents(sums, first, count, head, k_start, H, K, C, BK, EXACT)
-            gated_q, gated_k = t_q.to(tl.float32) * read[:, None] * tl.exp2(reads), t_k.to(tl.float32) * write[:, None] * tl.exp2(writes)
-        else:
-            gated_q, gated_k = t_q.to(tl.float32) * from_start[:, None], t_k.to(tl.float32) * to_end[:, None]
-        gated_q, gated_k = gated_q.to(t_q.dtype), gated_k.to(t_k.dtype)
         p_r, in_r = tile(reading, first, count, head, k_start, H, K, C, BK)
         p_w, in_w = tile(writing, first, count, head, k_start, H, K, C, BK)
-        tl.store(p_r, gated_q, mask=inside)
-        tl.store(p_w, gated_k, mask=inside)
-        if EXACT:
-            products += exact_scores(q, k, read[:, None], write[:, None], sums, first, count, head, k_start, H, K, C, BK, PRECISION)
-        elif DECAY == "channel":
-            products += tl.dot(gated_q, tl.trans(gated_k), input_precision=PRECISION)
-        else:
-            if K > BK:
-                products = settled(products, count)
-            products += tl.dot(t_q, tl.trans(t_k), input_precision=PRECISION)
-    if DECAY == "channel":
-        products = tl.where(causal_mask(count, C), products, 0.0)
-    else:
-        products = products * read[:, None] * write[None, :] * decay_matrix(b, log_decay, count, head, C, DECAY)
+        tl.store(p_r, (t_q.to(tl.float32) * from_start[:, None]).to(t_q.dtype), mask=inside)
+        tl.store(p_w, (t_k.to(tl.float32) * to_end[:, None]).to(t_k.dtype), mask=inside)
+        if K > BK:
+            products = settled(products, count)
+        products += tl.dot(t_q, tl.trans(t_k), input_precision=PRECISION)
+    products = products * read[:, None] * write[None, :] * decay_matrix(b, log_decay, count, head, C, DECAY)
+    products = products.to(scores.dtype.element_ty)
     p_a, in_a = tile(scores, first, count, head, 0, H, C, C, C)
-    tl.store(p_a, products.to(scores.dtype.element_ty), mask=in_a)
-
-
-@triton.jit
-def load_decays(decays, index, k_start, K: tl.constexpr, BK: tl.constexpr, CHANNEL: tl.constexpr):
-    """Log-decays of a [BK, ...] block of state number `index`: [BK], or one for all."""
-    if CHANNEL:
-        channels = k_start + tl.arange(0, BK)
-        return tl.load(decays + index * K + channels, mask=channels < K, other=0.0)
-    else:
-        return tl.load(decays + index)
-
-
-@triton.jit
-def scaled(state, log_factor, CHANNEL: tl.constexpr):
-    """2^log_factor state"""
-    if CHANNEL:
-        return state * tl.exp2(log_factor)[:, None]
-    else:
-        return state * tl.exp2(log_factor)
-
-
-@triton.jit
-def scan_kernel(
-    keys, values, whole, mild, initial, states, final, decays, table, starts, segments, T,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CHANNEL: tl.constexpr,
-    PACKED: tl.constexpr, REVERSE: tl.constexpr, HAS_INITIAL: tl.constexpr, STORE: tl.constexpr, LAST: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """S' = 2^whole S + 2^half keys^T values, one block of the state through one segment of a sequence, backwards if REVERSE.
-
-    STORE keeps 2^half S for each chunk, LAST the state at the end; where nothing is stored, `decays` is the log-decay of the segment.
-    """
-    k_start, v_start, run, head = state_block(H, K, V, BK, BV)
-    first_chunk, chunks, token, end = segment_span(run, segments, table, starts, T, C, PACKED)
-    place = run.to(tl.int64) * H + head
-    state = tl.zeros([BK, BV], tl.float32)
-    if HAS_INITIAL:
-        p_initial, in_initial = state_tile(initial, place, k_start, v_start, K, V, BK, BV)
-        state += tl.load(p_initial, mask=in_initial, other=0.0).to(tl.float32)
-    if CHANNEL:
-        total = tl.zeros([BK], tl.float32)
-    else:
-        total = 0.0
-    for i in range(chunks):
-        n = nth(i, chunks, REVERSE)
-        at = token + n * C
-        count = tl.minimum(C, end - at).to(tl.int32)
-        index = (first_chunk + n).to(tl.int64) * H + head
-        p_k, in_k = tile(keys, at, count, head, k_start, H, K, C, BK)
-        p_v, in_v = tile(values, at, count, head, v_start, H, V, C, BV)
-        t_k, t_v = tl.load(p_k, mask=in_k, other=0.0), tl.load(p_v, mask=in_v, other=0.0)
-        decay = load_decays(whole, index, k_start, K, BK, CHANNEL)
-        added = tl.dot(tl.trans(t_k), t_v, input_precision=PRECISION)
-        if CHANNEL:
-            part = tl.where(tl.load(mild + index) != 0, 0.5 * decay, 0.0)
-            added = scaled(added, part, CHANNEL)
-        if STORE:
-            p_s, in_s = state_tile(states, index, k_start, v_start, K, V, BK, BV)
-            if CHANNEL:
-                tl.store(p_s, scaled(state, part, CHANNEL).to(states.dtype.element_ty), mask=in_s)
-            else:
-                tl.store(p_s, state.to(states.dtype.element_ty), mask=in_s)
-        else:
-            total += decay
-        state = scaled(state, decay, CHANNEL) + added
-    if LAST:
-        p_final, in_final = state_tile(final, place, k_start, v_start, K, V, BK, BV)
-        tl.store(p_final, state, mask=in_final)
-    if not STORE:
-        if CHANNEL:
-            channels = k_start + tl.arange(0, BK)
-            tl.store(decays + place * K + channels, total, mask=channels < K)
-        else:
-            tl.store(decays + place, total)
-
-
-@triton.jit
-def carry_kernel(
-    ends, decays, initial, final, segments,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CHANNEL: tl.constexpr, REVERSE: tl.constexpr,
-    HAS_INITIAL: tl.constexpr,
-):  # fmt: skip
-    """What each segment of a sequence would end with, had it begun with nothing, becomes what it begins with; and the last state."""
-    k_start, v_start, sequence, head = state_block(H, K, V, BK, BV)
-    state = tl.zeros([BK, BV], tl.float32)
-    place = (sequence * H + head).to(tl.int64)
-    if HAS_INITIAL:
-        p_initial, in_initial = state_tile(initial, place, k_start, v_start, K, V, BK, BV)
-        state += tl.load(p_initial, mask=in_initial, other=0.0).to(tl.float32)
-    for i in range(segments):
-        run = sequence * segments + nth(i, segments, REVERSE)
-        index = run.to(tl.int64) * H + head
-        p_s, in_s = state_tile(ends, index, k_start, v_start, K, V, BK, BV)
-        end = tl.load(p_s, mask=in_s, other=0.0)
-        tl.store(p_s, state, mask=in_s)
-        state = scaled(state, load_decays(decays, index, k_start, K, BK, CHANNEL), CHANNEL) + end
-    p_final, in_final = state_tile(final, place, k_start, v_start, K, V, BK, BV)
-    tl.store(p_final, state, mask=in_final)
-
-
-@triton.jit
-def combine_kernel(
-    keys, scores, values, states, result, table, T,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STATES: tl.constexpr,
-    TRANSPOSED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """result = scores values + keys states, with scores^T if TRANSPOSED and the second term only if STATES."""
-    v_start, chunk, head = channel_block(H, V, BV)
-    first, count = chunk_span(chunk, table, T, C, PACKED)
-    p_a, in_a = tile(scores, first, count, head, 0, H, C, C, C)
-    p_v, in_v = tile(values, first, count, head, v_start, H, V, C, BV)
-    t_a = tl.load(p_a, mask=in_a, other=0.0)
-    if TRANSPOSED:
-        t_a = tl.trans(t_a)
-    total = tl.dot(t_a, tl.load(p_v, mask=in_v, other=0.0), input_precision=PRECISION)
-    if STATES:
-        for k_start in range(0, K, BK):
-            p_k, in_k = tile(keys, first, count, head, k_start, H, K, C, BK)
-            p_s, in_s = state_tile(states, chunk.to(tl.int64) * H + head, k_start, v_start, K, V, BK, BV)
-            total += tl.dot(tl.load(p_k, mask=in_k, other=0.0), tl.load(p_s, mask=in_s, other=0.0), input_precision=PRECISION)
-    p_o, in_o = tile(result, first, count, head, v_start, H, V, C, BV)
-    tl.store(p_o, total.to(result.dtype.element_ty), mask=in_o)
+    tl.store(p_a, tl.trans(products) if BACKWARD else products, mask=in_a)
 
 
 @triton.jit
@@ -261,7 +114,6 @@ def query_key_gradients_kernel(
         if not EXACT:  # gates are on their way while it is looked up
             if tl.load(mild + index) == 0:
                 return
-            read *= scale
     scores = tl.zeros([C, C], tl.float32)
     for v_start in range(0, V, BV):
         p_v, in_v = tile(v, first, count, head, v_start, H, V, C, BV)
@@ -309,9 +161,9 @@ def query_key_gradients_kernel(
             p_g, in_g = tile(d_decay, first, count, head, k_start, H, K, C, BK)
             state_leaves = tl.sum(g_k * as_written.to(tl.float32), 0)
             if EXACT:
-                state_leaves += tl.sum(kept, 1) * tl.exp2(load_decays(whole, index, k_start, K, BK, True))
+                state_leaves += tl.sum(kept, 1) * tl.exp2(load_decays(whole, index, True, k_start, K, BK, True))
                 each = g_q * as_read.to(tl.float32) - g_k * as_written.to(tl.float32)
-                reads, writes = channel_exponents(sums, first, count, head, k_start, H, K, C, BK, EXACT)
+                reads, writes = exact_exponents(sums, first, count, head, k_start, H, K, C, BK)
                 g_q *= tl.exp2(reads)
                 g_k *= tl.exp2(writes)
                 g_q, g_k, each = add_exact_score_gradients(
@@ -331,10 +183,9 @@ def query_key_gradients_kernel(
             if DECAY_GRADIENT:
                 tl.store(p_g, sums_from_the_end(each, C, PRECISION) + state_leaves[None, :], mask=inside)
             if not EXACT:
-                reads, writes = channel_exponents(sums, first, count, head, k_start, H, K, C, BK, EXACT)
-                reads = laid_like(reads, g_q)
-                g_q *= tl.exp2(reads)
-                g_k *= tl.exp2(-reads)
+                reads = laid_like(mild_exponents(sums, whole, index, first, count, head, k_start, H, K, C, BK), g_q)
+                g_q *= tl.exp2(reads) * (scale * read * write)
+                g_k *= tl.exp2(-reads)  # with the write gate
         else:
             if LONG:
                 t_q, t_k = tl.load(p_q, mask=inside, other=0.0), tl.load(p_k, mask=inside, other=0.0)
@@ -356,10 +207,12 @@ def query_key_gradients_kernel(
             by_write += tl.sum(g_k * t_k.to(tl.float32), 1)
         p_dq, in_dq = tile(d_q, first, count, head, k_start, H, K, C, BK)
         p_dk, in_dk = tile(d_k, first, count, head, k_start, H, K, C, BK)
-        tl.store(p_dq, (g_q * read).to(d_q.dtype.element_ty), mask=inside)
-        tl.store(p_dk, (g_k * write).to(d_k.dtype.element_ty), mask=inside)
+        if DECAY != "channel" or EXACT:
+            g_q, g_k = g_q * read, g_k * write
+        tl.store(p_dq, g_q.to(d_q.dtype.element_ty), mask=inside)
+        tl.store(p_dk, g_k.to(d_k.dtype.element_ty), mask=inside)
     if DECAY == "channel" and not EXACT:
-        by_read *= scale / tl.sum(read, 1)
+        by_read /= tl.sum(read, 1)
         by_write /= tl.sum(write, 1)
     if READ:
         tl.store(d_read + at, by_read, mask=there)
@@ -377,30 +230,26 @@ def chunk_tokens(q: Tensor, log_decay: Tensor | None) -> int:
     return CHUNK if decay_kind(log_decay) == "channel" else chunk_length(q, q.shape[3])
 
 
-def shape_arguments(q: Tensor, layout: Layout) -> dict[str, Any]:
-    """What all kernels are specialised to. Packed chunks say where they lie: a length would be one more reason to compile."""
-    names = {"T": 0 if layout.packed else q.shape[1], "H": q.shape[2], "K": q.shape[3], "C": layout.chunk}
-    return names | {"PACKED": layout.packed, "PRECISION": dot_precision(q.dtype)}
-
-
 class Prepared(NamedTuple):
     """What `prepare_kernel` makes; see the top of this file."""
 
     reading: Tensor
     writing: Tensor
     scores: Tensor
-    """[batch, time, heads, tokens of a chunk]"""
+    """[batch, time, heads, tokens of a chunk]; transposed, a token's row has what later ones read of it."""
     whole: Tensor
     """[chunks, heads], or [chunks, heads, key] for a decay per channel."""
     mild: Tensor
     """[chunks, heads] whether decays and gates are such that one product does, for a decay per channel, else empty."""
     sums: Tensor
-    """[batch, time, heads, key] running sums of each chunk's log-decays, for a decay per channel, else empty."""
+    """[batch, time, heads, key] running sums of each chunk's log-decays, for a decay per channel, else empty; forwards of few chunks."""
 
 
 def prepare(
-    q: Tensor, k: Tensor, log_decay: Tensor | None, read_gate: Tensor | None, write_gate: Tensor | None, scale: float, layout: Layout
-) -> Prepared:
+    q: Tensor, k: Tensor, log_decay: Tensor | None, read_gate: Tensor | None, write_gate: Tensor | None, scale: float, layout: Layout,
+    backward: bool = False,
+) -> Prepared:  # fmt: skip
+    """For the forward pass, or for the backward pass, which has the scores transposed."""
     (batch, time, heads, key), channel = q.shape, decay_kind(log_decay) == "channel"
     per_chunk = (layout.chunks, heads)
     made = Prepared(
@@ -411,80 +260,20 @@ def prepare(
         mild=q.new_empty(per_chunk if channel else (0,), dtype=torch.int32),
         sums=q.new_empty(q.shape if channel else (0,), dtype=torch.float64 if q.dtype == torch.float32 else torch.float32),
     )
-    shape = shape_arguments(q, layout)
     gates = {"READ": read_gate is not None, "WRITE": write_gate is not None}
-    if channel:
-        few = {name: shape[name] for name in ("T", "H", "K", "C", "PACKED")} | gates | {"BK": 64}
-        sums_kernel[(layout.chunks * heads,)](log_decay, read_gate, write_gate, made.sums, made.whole, made.mild, layout.table, **few)
-    tiles = tile_arguments("prepare_channel" if channel else "prepare", q, key)
-    for exact in (False, True) if channel else (False,):
+    options = shape_arguments(q, layout) | gates | {"BACKWARD": backward}
+    if not channel:
         prepare_kernel[per_chunk](
-            q, k, log_decay, made.sums, read_gate, write_gate, made.reading, made.writing, made.scores, made.whole, made.mild, layout.table,
-            scale, **shape, **gates, DECAY=decay_kind(log_decay), EXACT=exact, **tiles,
+            q, k, log_decay, read_gate, write_gate, made.reading, made.writing, made.scores, made.whole, layout.table, scale,
+            DECAY=decay_kind(log_decay), **options, **tile_arguments("prepare", q, key),
+        )  # fmt: skip
+        return made
+    for exact in (False, True):
+        prepare_channel_kernel[per_chunk](
+            q, k, log_decay, read_gate, write_gate, made.sums, made.reading, made.writing, made.scores, made.whole, made.mild, layout.table,
+            scale, EXACT=exact, **options, **tile_arguments("prepare_channel", q, key),
         )  # fmt: skip
     return made
-
-
-def state_blocks(keys: Tensor, values: Tensor) -> int:
-    """Into how many blocks a scan cuts the states of one sequence."""
-    key, (heads, value) = keys.shape[3], values.shape[2:]
-    tiles = tile_arguments("scan", keys, key, value)
-    return heads * triton.cdiv(key, tiles["BK"]) * triton.cdiv(value, tiles["BV"])
-
-
-def begins_shape(keys: Tensor, values: Tensor, layout: Layout) -> tuple[int, ...]:
-    """What each segment of each sequence begins with, [sequences * segments, H, K, V]; empty where sequences stay whole."""
-    segments = layout.segments(state_blocks(keys, values), processors(values.device))
-    return (layout.sequences * segments, values.shape[2], keys.shape[3], values.shape[3]) if segments > 1 else (0,)
-
-
-def scan(
-    keys: Tensor, values: Tensor, whole: Tensor, mild: Tensor, initial: Tensor | None, layout: Layout, reverse: bool = False,
-    begins: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The state each chunk begins with (ends with, if `reverse`) [chunks, H, K, V] in the values' dtype; the last state in float32, of use
-    only if no `begins` were given; and `begins`.
-
-    Sequences too few to keep the GPU busy are cut into segments, which run at the same time: once from nothing, to know what each ends
-    with, and again from what the segments before it hand on, `begins`.
-    """
-    heads, key, value, runs = values.shape[2], keys.shape[3], values.shape[3], layout.sequences
-    states = values.new_empty(layout.chunks, heads, key, value)
-    final = values.new_empty(runs, heads, key, value, dtype=torch.float32)
-    known = begins is not None
-    if begins is None:
-        begins = final.new_empty(begins_shape(keys, values, layout))
-    segments, shape = len(begins) // runs or 1, shape_arguments(keys, layout) | {"V": value, "CHANNEL": whole.ndim == 3, "REVERSE": reverse}
-    tiles = tile_arguments("scan", keys, key, value)
-
-    def launch(begin: Tensor | None, end: Tensor, decays: Tensor, store: bool, last: bool) -> None:
-        scan_kernel[(runs * segments * state_blocks(keys, values),)](
-            keys, values, whole, mild, begin, states, end, decays, layout.table, layout.starts, segments, **shape, **tiles,
-            HAS_INITIAL=begin is not None, STORE=store, LAST=last,
-        )  # fmt: skip
-
-    if segments == 1:
-        launch(initial, final, final, store=True, last=True)
-        return states, final, begins
-    if not known:
-        decays = final.new_empty(runs * segments, heads, *whole.shape[2:])
-        launch(None, begins, decays, store=False, last=True)
-        few = {name: shape[name] for name in ("H", "K", "V", "CHANNEL", "REVERSE")} | {"BK": 16, "BV": 64}
-        carry_kernel[(runs * heads * triton.cdiv(key, 16) * triton.cdiv(value, 64),)](
-            begins, decays, initial, final, segments, **few, HAS_INITIAL=initial is not None
-        )
-    launch(begins, final, final, store=True, last=False)
-    return states, final, begins
-
-
-def combine(keys: Tensor, scores: Tensor, values: Tensor, states: Tensor | None, layout: Layout, transposed: bool = False) -> Tensor:
-    """scores values + keys states for every chunk; with scores^T if `transposed`."""
-    result, tiles = torch.empty_like(values), tile_arguments("combine", keys, keys.shape[3], values.shape[3])
-    combine_kernel[(triton.cdiv(values.shape[3], tiles["BV"]) * layout.chunks * values.shape[2],)](
-        keys, scores, values, states, result, layout.table, V=values.shape[3], STATES=states is not None, TRANSPOSED=transposed,
-        **shape_arguments(keys, layout), **tiles,
-    )  # fmt: skip
-    return result
 
 
 def query_key_gradients(
@@ -517,8 +306,8 @@ def _forward(
     """o, the final state, and for the backward pass what segments begin with."""
     layout = Layout(q.shape[0], q.shape[1], table, starts, chunk_tokens(q, log_decay))
     prepared = prepare(q, k, log_decay, read_gate, write_gate, scale, layout)
-    states, final, begins = scan(prepared.writing, v, prepared.whole, prepared.mild, initial, layout)
-    return combine(prepared.reading, prepared.scores, v, states, layout), final, begins
+    scanned = scan_and_read(prepared.writing, prepared.reading, prepared.scores, v, prepared.whole, prepared.mild, initial, layout)
+    return scanned.result, scanned.final, scanned.begins
 
 
 @_forward.register_fake
@@ -538,14 +327,15 @@ def _backward(
     """Gradients of q, k, v, log_decay (an empty tensor if it has none), the gates there are [gates, B, T, H], initial."""
     layout, d_o = Layout(q.shape[0], q.shape[1], table, starts, chunk_tokens(q, log_decay)), d_o.contiguous()
     d_final = None if d_final is None else d_final.contiguous()
-    prepared = prepare(q, k, log_decay, read_gate, write_gate, scale, layout)
-    states, _, _ = scan(prepared.writing, v, prepared.whole, prepared.mild, initial, layout, begins=begins)
-    d_states, d_initial, _ = scan(prepared.reading, d_o, prepared.whole, prepared.mild, d_final, layout, reverse=True)
-    d_v = combine(prepared.writing, prepared.scores, d_o, d_states, layout, transposed=True)
-    d_q, d_k, d_decay, d_gates = query_key_gradients(
-        q, k, v, d_o, log_decay, read_gate, write_gate, scale, prepared, states, d_states, layout, decay_gradient
+    prepared = prepare(q, k, log_decay, read_gate, write_gate, scale, layout, backward=True)
+    states = scan(prepared.writing, v, prepared.whole, prepared.mild, initial, layout, begins=begins).states
+    back = scan_and_read(
+        prepared.reading, prepared.writing, prepared.scores, d_o, prepared.whole, prepared.mild, d_final, layout, reverse=True
     )
-    return [d_q, d_k, d_v, d_decay, d_gates, d_initial]
+    d_q, d_k, d_decay, d_gates = query_key_gradients(
+        q, k, v, d_o, log_decay, read_gate, write_gate, scale, prepared, states, back.states, layout, decay_gradient
+    )
+    return [d_q, d_k, back.result, d_decay, d_gates, back.final]
 
 
 @_backward.register_fake

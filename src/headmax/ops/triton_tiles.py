@@ -47,6 +47,12 @@ def chunk_length(x: Tensor, key: int) -> int:
     return LONG_CHUNK if wide and TABLE[entry_for(x.device)]["long chunks"] else CHUNK
 
 
+def reads_in_scan(x: Tensor, kernel: str = "read_scan") -> bool:
+    """Whether a scan of heads as wide as x [..., K] reads out as it goes: it holds all of a state's key channels, if there is room."""
+    tiles = TABLE[entry_for(x.device)]["kernels"][kernel][width_class(x.shape[-1])]
+    return tiles is not None and x.element_size() < 4
+
+
 def tile_width(width: int, most: int) -> int:
     """A power of two, at least 64 (narrower tiles go wrong on Hopper's matrix units) and at most `most`."""
     return min(most, max(64, triton.next_power_of_2(width)))

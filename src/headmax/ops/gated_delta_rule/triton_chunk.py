@@ -34,11 +34,12 @@ from headmax.ops.triton_common import (
     state_tile,
     tile,
 )
-from headmax.ops.triton_decayed import Prepared, combine, load_decays, prepare, query_key_gradients, scaled, shape_arguments
-from headmax.ops.triton_tiles import processors, tile_arguments
+from headmax.ops.triton_decayed import Prepared, prepare, query_key_gradients
+from headmax.ops.triton_scan import combine, scaled, shape_arguments, spread
+from headmax.ops.triton_tiles import reads_in_scan, tile_arguments
 
-LEAST_SEGMENTS = 3
-"""Segments do more than twice the work."""
+CUTTING = {"narrowest": 32, "least": 3, "each": 2}
+"""Segments do more than twice the work, so narrow blocks come first; and what a segment does to a state takes half as many blocks again."""
 
 
 @triton.jit
@@ -113,18 +114,19 @@ def delta_writes_kernel(
 
 @triton.jit
 def delta_scan_kernel(
-    writing, erase, fresh, whole, begin, states, u, end, table, starts, segments, T,
+    reading, writing, scores, erase, fresh, whole, begin, states, u, end, table, starts, segments, T,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
-    BEGIN: tl.constexpr, STORE: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr,
+    BEGIN: tl.constexpr, STORE: tl.constexpr, READ: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """u = fresh - erase S ;  S' = exp(whole) S + writing^T u, some columns of the state through a segment of a sequence.
 
-    If CUT, `begin` and `end` are `cut` (see below). Without STORE, which is for that alone, it turns the identity too, in further
-    columns, which nothing is written to.
+    STORE keeps S and u for each chunk, READ in the place of u what is read out, reading S + scores u. If CUT, `begin` and `end` are `cut`
+    (see below). With neither, which is for that alone, it turns the identity too, in further columns, which nothing is written to.
     """
+    PROBE: tl.constexpr = not (STORE or READ)
     EDGE: tl.constexpr = (V + BV - 1) // BV * BV
-    v_start, run, head = channel_block(H, V if STORE else EDGE + K, BV)
-    if not STORE:
+    v_start, run, head = channel_block(H, EDGE + K if PROBE else V, BV)
+    if PROBE:
         v_start = tl.where(v_start < EDGE, v_start, v_start - EDGE + V)
     WIDTH: tl.constexpr = V + K if CUT else V
     first_chunk, chunks, token, last = segment_span(run, segments, table, starts, T, C, PACKED)
@@ -133,7 +135,7 @@ def delta_scan_kernel(
     if BEGIN:
         p_begin, in_begin = state_tile(begin, place, 0, v_start, K, WIDTH, BK, BV)
         state += tl.load(p_begin, mask=in_begin, other=0.0).to(tl.float32)
-    if not STORE:
+    if PROBE:
         state += tl.where(tl.arange(0, BK)[:, None] == columns[None, :] - V, 1.0, 0.0)
     for n in range(chunks):
         count = tl.minimum(C, last - token).to(tl.int32)
@@ -142,16 +144,23 @@ def delta_scan_kernel(
         p_e, in_e = tile(erase, token, count, head, 0, H, K, C, BK)
         p_f, in_f = tile(fresh, token, count, head, v_start, H, V, C, BV)
         t_w, t_e, t_f = tl.load(p_w, mask=in_w, other=0.0), tl.load(p_e, mask=in_e, other=0.0), tl.load(p_f, mask=in_f, other=0.0)
+        if READ:
+            p_r, in_r = tile(reading, token, count, head, 0, H, K, C, BK)
+            p_a, in_a = tile(scores, token, count, head, 0, H, C, C, C)
+            t_r, t_a = tl.load(p_r, mask=in_r, other=0.0), tl.load(p_a, mask=in_a, other=0.0)
         rounded = state.to(t_w.dtype)
         t_u = (t_f.to(tl.float32) - tl.dot(t_e, rounded, input_precision=PRECISION)).to(t_w.dtype)
+        p_u, in_u = tile(u, token, count, head, v_start, H, V, C, BV)
         if STORE:
             p_s, in_s = state_tile(states, index, 0, v_start, K, V, BK, BV)
-            p_u, in_u = tile(u, token, count, head, v_start, H, V, C, BV)
             tl.store(p_s, rounded, mask=in_s)
             tl.store(p_u, t_u, mask=in_u)
-        state = scaled(state, load_decays(whole, index, 0, K, BK, False), False) + tl.dot(tl.trans(t_w), t_u, input_precision=PRECISION)
+        state = scaled(state, tl.load(whole + index), False) + tl.dot(tl.trans(t_w), t_u, input_precision=PRECISION)
+        if READ:
+            out = tl.dot(t_a, t_u, tl.dot(t_r, rounded, input_precision=PRECISION), input_precision=PRECISION)
+            tl.store(p_u, out.to(u.dtype.element_ty), mask=in_u)
         token += C
-    if not (CUT and STORE):
+    if PROBE or not CUT:
         p_end, in_end = state_tile(end, place, 0, v_start, K, WIDTH, BK, BV)
         tl.store(p_end, state, mask=in_end & ((columns < V) | (v_start >= V))[None, :])
 
@@ -162,7 +171,10 @@ def delta_scan_back_kernel(
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
     BEGIN: tl.constexpr, STORE: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dU += writing dS' ;  dS = exp(whole) dS' + reading^T dO - erase^T dU, backwards through a segment of a sequence."""
+    """dU += writing dS' ;  dS = exp(whole) dS' + reading^T dO - erase^T dU, backwards through a segment of a sequence.
+
+    A chunk's decay and what there is of its dU are fetched one chunk ahead: no step waits for them.
+    """
     v_start, run, head = channel_block(H, V, BV)
     WIDTH: tl.constexpr = V + K if CUT else V
     first_chunk, chunks, token, last = segment_span(run, segments, table, starts, T, C, PACKED)
@@ -171,6 +183,10 @@ def delta_scan_back_kernel(
     if BEGIN:
         p_begin, in_begin = state_tile(begin, place, 0, v_start, K, WIDTH, BK, BV)
         gradient += tl.load(p_begin, mask=in_begin, other=0.0).to(tl.float32)
+    first = token + (chunks - 1) * C
+    p_u, in_u = tile(d_u, first, tl.minimum(C, last - first).to(tl.int32), head, v_start, H, V, C, BV)
+    t_u = tl.load(p_u, mask=in_u & (chunks > 0), other=0.0)
+    decay = tl.load(whole + (first_chunk + chunks - 1).to(tl.int64) * H + head, mask=chunks > 0, other=0.0)
     for i in range(chunks):
         n = chunks - 1 - i
         first = token + n * C
@@ -182,17 +198,17 @@ def delta_scan_back_kernel(
         p_o, in_o = tile(d_o, first, count, head, v_start, H, V, C, BV)
         p_u, in_u = tile(d_u, first, count, head, v_start, H, V, C, BV)
         t_r, t_w, t_e = tl.load(p_r, mask=in_r, other=0.0), tl.load(p_w, mask=in_w, other=0.0), tl.load(p_e, mask=in_e, other=0.0)
-        t_o, t_u = tl.load(p_o, mask=in_o, other=0.0), tl.load(p_u, mask=in_u, other=0.0)
+        t_o, next_u = tl.load(p_o, mask=in_o, other=0.0), tl.load(p_u - C * H * V, mask=(n > 0) & (columns < V)[None, :], other=0.0)
+        next_decay = tl.load(whole + index - H, mask=n > 0, other=0.0)
         rounded = gradient.to(t_w.dtype)
         t_u = (t_u.to(tl.float32) + tl.dot(t_w, rounded, input_precision=PRECISION)).to(t_w.dtype)
         if STORE:
             p_s, in_s = state_tile(d_states, index, 0, v_start, K, V, BK, BV)
             tl.store(p_s, rounded, mask=in_s)
             tl.store(p_u, t_u, mask=in_u)
-        gradient = scaled(gradient, load_decays(whole, index, 0, K, BK, False), False) + tl.dot(
-            tl.trans(t_r), t_o, input_precision=PRECISION
-        )
+        gradient = scaled(gradient, decay, False) + tl.dot(tl.trans(t_r), t_o, input_precision=PRECISION)
         gradient -= tl.dot(tl.trans(t_e), t_u, input_precision=PRECISION)
+        t_u, decay = next_u, next_decay
     if not (CUT and STORE):
         p_end, in_end = state_tile(end, place, 0, v_start, K, WIDTH, BK, BV)
         tl.store(p_end, gradient, mask=in_end & (columns < V)[None, :])
@@ -357,35 +373,45 @@ def carry(cut: Tensor, begin: Tensor | None, end: Tensor, x: Tensor, reverse: bo
     )  # fmt: skip
 
 
+class Scanned(NamedTuple):
+    """What a scan gives."""
+
+    states: Tensor
+    """The states before every chunk [chunks, H, K, V]; empty if it read out."""
+    u: Tensor
+    """The writes, or what was read out."""
+    final: Tensor
+    """The last states, of use only if no `cut` was given."""
+    cut: Tensor
+    """Empty for whole sequences."""
+
+
 def delta_scan(
-    prepared: Prepared, written: Written, initial: Tensor | None, layout: Layout, cut: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The states before every chunk, the writes u, the last states (of use only if no `cut` was given), and `cut`, empty for whole
-    sequences.
-    """
+    prepared: Prepared, written: Written, initial: Tensor | None, layout: Layout, cut: Tensor | None = None, read: bool = False
+) -> Scanned:
+    """Stores all states and writes, or, to `read`, what is read out alone."""
     key, (_, _, heads, value) = written.erase.shape[3], written.fresh.shape
     new, runs = written.fresh.new_empty, layout.sequences
-    states, u = new(layout.chunks, heads, key, value), torch.empty_like(written.fresh)
+    states, u = new(0 if read else layout.chunks, heads, key, value), torch.empty_like(written.fresh)
     final = new(runs, heads, key, value, dtype=torch.float32)
-    shape, tiles = shape_arguments(written.erase, layout), tile_arguments("delta_scan", written.erase, key, value)
+    if made := cut is None:
+        cut = new(cut_shape(written.erase, written.fresh, layout), dtype=torch.float32)
+    segments, shape = cut.shape[0] // runs or 1, shape_arguments(written.erase, layout) | {"V": value}
 
-    def launch(begin: Tensor | None, end: Tensor | None, store: bool, segments: int = 1) -> None:
-        blocks = triton.cdiv(value, tiles["BV"]) + (0 if store else triton.cdiv(key, tiles["BV"]))
+    def launch(kernel: str, begin: Tensor | None, end: Tensor | None, store: bool = False, read: bool = False) -> None:
+        tiles, _ = spread(kernel, written.erase, written.fresh, layout, **CUTTING)
+        blocks = triton.cdiv(value, tiles["BV"]) + (0 if store or read else triton.cdiv(key, tiles["BV"]))
         delta_scan_kernel[(runs * segments * heads * blocks,)](
-            prepared.writing, written.erase, written.fresh, prepared.whole, begin, states, u, end, layout.table, layout.starts, segments,
-            **shape, V=value, BEGIN=begin is not None, STORE=store, CUT=segments > 1, **tiles,
+            prepared.reading, prepared.writing, prepared.scores, written.erase, written.fresh, prepared.whole, begin, states, u, end,
+            layout.table, layout.starts, segments, **shape, BEGIN=begin is not None, STORE=store, READ=read, CUT=segments > 1, **tiles,
         )  # fmt: skip
 
-    if cut is None:
-        cut = new(cut_shape(written.erase, written.fresh, layout), dtype=torch.float32)
-        if cut.numel():
-            launch(None, cut, store=False, segments=cut.shape[0] // runs)
-            carry(cut, initial, final, u)
-    if cut.numel():
-        launch(cut, None, store=True, segments=cut.shape[0] // runs)
-    else:
-        launch(initial, final, store=True)
-    return states, u, final, cut
+    if made and segments > 1:
+        launch("delta_scan", None, cut)
+        carry(cut, initial, final, u)
+    begin, end = (initial, final) if segments == 1 else (cut, None)
+    launch("delta_read_scan" if read else "delta_scan", begin, end, store=not read, read=read)
+    return Scanned(states, u, final, cut)
 
 
 def delta_scan_back(
@@ -395,28 +421,28 @@ def delta_scan_back(
     key, (_, _, heads, value), runs = written.erase.shape[3], d_o.shape, layout.sequences
     d_states = d_o.new_empty(layout.chunks, heads, key, value)
     d_initial = d_o.new_empty(runs, heads, key, value, dtype=torch.float32)
-    shape, tiles = shape_arguments(written.erase, layout), tile_arguments("delta_scan_back", d_o, key, value)
+    segments, shape = cut.shape[0] // runs or 1, shape_arguments(written.erase, layout) | {"V": value}
+    tiles, _ = spread("delta_scan_back", written.erase, d_o, layout, **CUTTING)
 
-    def launch(begin: Tensor | None, end: Tensor | None, store: bool, segments: int = 1) -> None:
+    def launch(begin: Tensor | None, end: Tensor | None, store: bool) -> None:
         delta_scan_back_kernel[(runs * segments * heads * triton.cdiv(value, tiles["BV"]),)](
             prepared.reading, prepared.writing, written.erase, d_o, prepared.whole, begin, d_states, d_u, end, layout.table, layout.starts,
-            segments, **shape, V=value, BEGIN=begin is not None, STORE=store, CUT=segments > 1, **tiles,
+            segments, **shape, BEGIN=begin is not None, STORE=store, CUT=segments > 1, **tiles,
         )  # fmt: skip
 
-    if not cut.numel():
+    if segments == 1:
         launch(d_final, d_initial, store=True)
         return d_states, d_initial
-    segments, cut = cut.shape[0] // runs, cut.clone()  # gradients take the states' place
-    launch(None, cut, store=False, segments=segments)
+    cut = cut.clone()  # gradients take the states' place
+    launch(None, cut, store=False)
     carry(cut, d_final, d_initial, d_o, reverse=True)
-    launch(cut, None, store=True, segments=segments)
+    launch(cut, None, store=True)
     return d_states, d_initial
 
 
 def cut_shape(k: Tensor, v: Tensor, layout: Layout) -> tuple[int, ...]:
-    heads, value = v.shape[2:]
-    segments = layout.segments(triton.cdiv(value, 64) * heads, processors(v.device), LEAST_SEGMENTS)
-    return (layout.sequences * segments, heads, k.shape[3], value + k.shape[3]) if segments > 1 else (0,)
+    _, segments = spread("delta_scan", k, v, layout, **CUTTING)
+    return (layout.sequences * segments, v.shape[2], k.shape[3], v.shape[3] + k.shape[3]) if segments > 1 else (0,)
 
 
 @torch.library.custom_op("headmax::gated_delta_rule", mutates_args=())
@@ -429,8 +455,10 @@ def _forward(
     layout = Layout(q.shape[0], q.shape[1], table, starts)
     prepared = prepare(q, k, log_decay, read_gate, None, scale, layout)
     written = writes(k, v, log_decay, beta, write_gate, layout)
-    states, u, final, cut = delta_scan(prepared, written, initial, layout)
-    return combine(prepared.reading, prepared.scores, u, states, layout), final, written.inverse, cut
+    read = reads_in_scan(k, "delta_read_scan")
+    scanned = delta_scan(prepared, written, initial, layout, read=read)
+    o = scanned.u if read else combine(prepared.reading, prepared.scores, scanned.u, scanned.states, layout)
+    return o, scanned.final, written.inverse, scanned.cut
 
 
 @_forward.register_fake
@@ -450,10 +478,10 @@ def _backward(
     """Gradients of q, k, v, log_decay, beta, read_gate, write_gate, initial; an empty tensor where there is none."""
     layout, d_o = Layout(q.shape[0], q.shape[1], table, starts), d_o.contiguous()
     d_final = None if d_final is None else d_final.contiguous()
-    prepared = prepare(q, k, log_decay, read_gate, None, scale, layout)
+    prepared = prepare(q, k, log_decay, read_gate, None, scale, layout, backward=True)
     written = writes(k, v, log_decay, beta, write_gate, layout, inverse)
     states, u, _, _ = delta_scan(prepared, written, initial, layout, cut)
-    d_u = combine(prepared.writing, prepared.scores, d_o, None, layout, transposed=True)
+    d_u = combine(prepared.writing, prepared.scores, d_o, None, layout)
     d_states, d_initial = delta_scan_back(prepared, written, cut, d_o, d_u, d_final, layout)
     d_q, d_k, d_decay, d_gates = query_key_gradients(
         q, k, u, d_o, log_decay, read_gate, None, scale, prepared, states, d_states, layout, decay_gradient=True
