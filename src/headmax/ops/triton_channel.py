@@ -59,7 +59,7 @@ def sums_at(sums, rows, first, count, head, k_start, H: tl.constexpr, K: tl.cons
 
 @triton.jit
 def mild_exponents(sums, whole, index, first, count, head, k_start, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr):
-    """What the tokens of a mild chunk read through, as powers of two [C, BK], less those of their write gates."""
+    """What the tokens of a mild chunk read through, as powers of two [C, BK]; what they write through differs by its sign alone."""
     columns = k_start + tl.arange(0, BK)
     half = 0.5 * tl.load(whole + index * K + columns, mask=columns < K, other=0.0)
     return (sums_at(sums, tl.arange(0, C), first, count, head, k_start, H, K, BK) - half[None, :]).to(tl.float32)
@@ -166,8 +166,7 @@ def prepare_channel_kernel(
     """What `prepare` makes of a chunk with a decay per channel, and whether it is mild: its decays mild enough for one product, and its
     gates large enough to divide their gradients out of that product's. If it is not, all is left to EXACT, which does it over again.
 
-    The backward pass has scores transposed, and keeps the running sums. A mild chunk's have the write gate in them, as a power of two:
-    what tokens write through then has it at no cost, what they read through gets it back with the read gate, of which there is one a row.
+    The backward pass has scores transposed, and keeps the running sums.
     """
     chunk, head = tl.program_id(0), tl.program_id(1)
     first, count = chunk_span(chunk, table, T, C, PACKED)
@@ -175,7 +174,7 @@ def prepare_channel_kernel(
     if EXACT:  # most have nothing to do
         if tl.load(mild + index) != 0:
             return
-    read = row_values(read_gate, first, count, head, H, C, READ)
+    read = row_values(read_gate, first, count, head, H, C, READ) * scale
     write = row_values(write_gate, first, count, head, H, C, WRITE)
     products, lowest = tl.zeros([C, C], tl.float32), tl.zeros([BK], tl.float32)
     if EXACT:
@@ -191,23 +190,20 @@ def prepare_channel_kernel(
         t_q, t_k = tl.load(p_q, mask=inside, other=0.0), tl.load(p_k, mask=inside, other=0.0)
         if EXACT:
             reads, writes = exact_exponents(sums, first, count, head, k_start, H, K, C, BK)
-            r, w = (scale * read)[:, None], write[:, None]
-            gated_q, gated_k = t_q.to(tl.float32) * r * tl.exp2(reads), t_k.to(tl.float32) * w * tl.exp2(writes)
-            products += exact_scores(q, k, r, w, sums, first, count, head, k_start, H, K, C, BK, PRECISION)
+            products += exact_scores(q, k, read[:, None], write[:, None], sums, first, count, head, k_start, H, K, C, BK, PRECISION)
         else:
             p_g, in_g = tile(log_decay, first, count, head, k_start, H, K, C, BK)
             step, columns = base_2(tl.load(p_g, mask=inside, other=0.0).to(sums.dtype.element_ty)), k_start + tl.arange(0, BK)
             total, b = tl.sum(step, 0).to(tl.float32), tl.cumsum(step, 0)
-            if WRITE:
-                b -= tl.log2(write)[:, None]
             tl.store(whole + index * K + columns, total, mask=columns < K)
             lowest = tl.minimum(lowest, total)
             if BACKWARD:
                 p_s, in_s = tile(sums, first, count, head, k_start, H, K, C, BK)
                 tl.store(p_s, b, mask=inside)
             reads = (b - 0.5 * total[None, :]).to(tl.float32)
-            gated_q, gated_k = t_q.to(tl.float32) * (scale * read * write)[:, None] * tl.exp2(reads), t_k.to(tl.float32) * tl.exp2(-reads)
-        gated_q, gated_k = gated_q.to(t_q.dtype), gated_k.to(t_k.dtype)
+            writes = -reads
+        gated_q = (t_q.to(tl.float32) * read[:, None] * tl.exp2(reads)).to(t_q.dtype)
+        gated_k = (t_k.to(tl.float32) * write[:, None] * tl.exp2(writes)).to(t_k.dtype)
         if not EXACT:
             products += tl.dot(gated_q, tl.trans(gated_k), input_precision=PRECISION)
         p_r, in_r = tile(reading, first, count, head, k_start, H, K, C, BK)
@@ -215,7 +211,7 @@ def prepare_channel_kernel(
         tl.store(p_r, gated_q, mask=inside)
         tl.store(p_w, gated_k, mask=inside)
     if not EXACT:
-        enough = tl.min(tl.minimum(tl.abs(read), write), 0) > SMALL_GATE
+        enough = tl.min(tl.minimum(tl.abs(read), tl.abs(write) * scale), 0) > SMALL_GATE * scale
         tl.store(mild + index, tl.where(enough & (tl.min(lowest, 0) > -MILD), 1, 0))
     products = tl.where(causal_mask(count, C), products, 0.0).to(scores.dtype.element_ty)
     p_a, in_a = tile(scores, first, count, head, 0, H, C, C, C)

@@ -114,6 +114,7 @@ def query_key_gradients_kernel(
         if not EXACT:  # gates are on their way while it is looked up
             if tl.load(mild + index) == 0:
                 return
+            read *= scale
     scores = tl.zeros([C, C], tl.float32)
     for v_start in range(0, V, BV):
         p_v, in_v = tile(v, first, count, head, v_start, H, V, C, BV)
@@ -184,8 +185,8 @@ def query_key_gradients_kernel(
                 tl.store(p_g, sums_from_the_end(each, C, PRECISION) + state_leaves[None, :], mask=inside)
             if not EXACT:
                 reads = laid_like(mild_exponents(sums, whole, index, first, count, head, k_start, H, K, C, BK), g_q)
-                g_q *= tl.exp2(reads) * (scale * read * write)
-                g_k *= tl.exp2(-reads)  # with the write gate
+                g_q *= tl.exp2(reads)
+                g_k *= tl.exp2(-reads)
         else:
             if LONG:
                 t_q, t_k = tl.load(p_q, mask=inside, other=0.0), tl.load(p_k, mask=inside, other=0.0)
@@ -207,12 +208,10 @@ def query_key_gradients_kernel(
             by_write += tl.sum(g_k * t_k.to(tl.float32), 1)
         p_dq, in_dq = tile(d_q, first, count, head, k_start, H, K, C, BK)
         p_dk, in_dk = tile(d_k, first, count, head, k_start, H, K, C, BK)
-        if DECAY != "channel" or EXACT:
-            g_q, g_k = g_q * read, g_k * write
-        tl.store(p_dq, g_q.to(d_q.dtype.element_ty), mask=inside)
-        tl.store(p_dk, g_k.to(d_k.dtype.element_ty), mask=inside)
+        tl.store(p_dq, (g_q * read).to(d_q.dtype.element_ty), mask=inside)
+        tl.store(p_dk, (g_k * write).to(d_k.dtype.element_ty), mask=inside)
     if DECAY == "channel" and not EXACT:
-        by_read /= tl.sum(read, 1)
+        by_read *= scale / tl.sum(read, 1)
         by_write /= tl.sum(write, 1)
     if READ:
         tl.store(d_read + at, by_read, mask=there)
