@@ -33,22 +33,29 @@ def kernels() -> str:
 
 
 def kernels_gpu() -> str:
-    """The ops on a GPU beside the peer's, and what gates add."""
+    """The ops on a GPU as they are now, beside the peer's in the last run that had both, and what gates add."""
     found = list(records.read(records.RESULTS / "kernels_h200.jsonl"))
-    values = {(r.impl, *r.metric.split("/")): r for r in found}
-    lines = ["| op, forward; forward + backward | ms | flash-linear-attention, ms | as fast | with gates | commit |", "|---" * 6 + "|"]
-    for (impl, op, metric), record in values.items():
-        if impl == "headmax" and metric == "forward+backward":
-            passes = ("forward", "forward+backward")
-            mine, peer = ([values[who, op, one].value for one in passes if (who, op, one) in values] for who in ("headmax", "fla"))
-            ratios = [f"{theirs / own:.2f}x" for own, theirs in zip(mine, peer, strict=True)] if peer else []
-            gates = values["headmax", op, "gated over plain"]
-            low, high = (f"{100 * (edge - 1):+.1f}" for edge in gates.extra["interval"])
-            cells = ["; ".join(f"{x:.2f}" for x in mine), "; ".join(f"{x:.2f}" for x in peer), "; ".join(ratios)]
-            commits = dict.fromkeys((record.commit[:7], gates.commit[:7]))
-            cells += [f"{100 * (gates.value - 1):+.1f}% ({low} to {high})", "; ".join(commits)]
-            lines.append(f"| {op}, {record.case} | {' | '.join(cells)} |")
-    note = "bfloat16; with gates: forward + backward at the last commit, median of interleaved pairs with its 95% interval. Empty: not run."
+    now, ours = {(r.impl, *r.metric.split("/")): r for r in found}, {(r.metric, r.commit): r for r in found if r.impl == "headmax"}
+    columns = [
+        "op, forward; forward + backward",
+        "ms",
+        "with gates",
+        "commit",
+        "in a run with flash-linear-attention, ms",
+        "its, ms",
+        "as fast",
+    ]
+    lines = [f"| {' | '.join([*columns, 'commit'])} |", "|---" * 8 + "|"]
+    for op in dict.fromkeys(op for impl, op, _ in now if impl == "headmax"):
+        peer = [now["fla", op, metric] for metric in ("forward", "forward+backward")]
+        mine, beside = [now["headmax", op, r.metric.split("/")[1]] for r in peer], [ours[r.metric, r.commit] for r in peer]
+        gates = now["headmax", op, "gated over plain"]
+        low, high = (f"{100 * (edge - 1):+.1f}" for edge in gates.extra["interval"])
+        cells = [f"{op}, {gates.case}", "; ".join(f"{r.value:.2f}" for r in mine), f"{100 * (gates.value - 1):+.1f}% ({low} to {high})"]
+        cells += [gates.commit[:7], *("; ".join(f"{r.value:.2f}" for r in run) for run in (beside, peer))]
+        cells += ["; ".join(f"{b.value / a.value:.2f}x" for a, b in zip(beside, peer, strict=True)), peer[0].commit[:7]]
+        lines.append(f"| {' | '.join(cells)} |")
+    note = "bfloat16; with gates: forward + backward, median of interleaved pairs with its 95% interval."
     return "\n".join([*lines, "", f"{note} {found[0].device}."])
 
 
