@@ -155,6 +155,29 @@ def test_gates_near_zero_have_their_gradients(name: str) -> None:
 
 
 @here
+@pytest.mark.parametrize(("scale", "write"), [(-0.5, 0.0), (0.0, 1.0)])
+def test_chunks_that_write_or_read_nothing_have_gradients(scale: float, write: float) -> None:
+    inputs = inputs_of("gla", Case(time=64, key=20, value=24, gates="both")) | {"scale": scale}
+    inputs["write_gate"] *= write
+    expected, found = SPECS["gla"].oracle(inputs), run(SPECS["gla"], inputs, "triton")
+    for key, x in found.items():
+        assert distance(x, expected[key]) <= 2e-5, key
+
+
+@here
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("step", [-0.5, -1.3, -1.6, -1.85, -1.9])
+def test_decays_over_a_chunk_near_the_range_of_float32(step: float, dtype: torch.dtype) -> None:
+    """Up to exp(-120) over 64 tokens one product does; what two chunks in a row decay by is then no number of float32 any more."""
+    inputs = inputs_of("gla", BOTH, dtype)
+    inputs["log_decay"] = torch.full_like(inputs["log_decay"], step)
+    inputs["log_decay"][..., ::2] /= 10
+    expected, found = SPECS["gla"].oracle(inputs), run(SPECS["gla"], inputs, "triton")
+    for key, x in found.items():
+        assert distance(x, expected[key]) <= (2e-5 if dtype == torch.float32 else 1e-2), key
+
+
+@here
 def test_decays_in_bfloat16_get_their_gradient_so() -> None:
     inputs = inputs_of("gla", BOTH, torch.bfloat16)
     inputs["log_decay"] = inputs["log_decay"].bfloat16()

@@ -24,6 +24,7 @@ from headmax.bench.tune import WIDTHS
 from headmax.layers import triton_block
 from headmax.layers.block import Block
 from headmax.layers.decoding import Place, make_slots
+from headmax.layers.norm import WIDEST
 from headmax.layers.triton_conv import short_conv, unit_conv
 from headmax.layers.triton_loss import cross_entropy_rows
 from headmax.layers.triton_norm import read_out, rms_norm
@@ -41,7 +42,7 @@ SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 
 
 FEW = {"narrow": 9, "wide": 20}
-"""More processors than one head has blocks of states, and fewer than twice as many and a half."""
+"""Between one and a half and three times as many processors as one head has blocks of states, which then are halved where they may be."""
 
 
 class Absent:
@@ -129,7 +130,7 @@ def many_processors(_: torch.device) -> int:
 
 
 def on_few(processors: int, call: Callable[[], object]) -> None:
-    """On so many that blocks of states are halved instead."""
+    """On so many processors, `FEW`."""
     triton_scan.processors = lambda _: processors  # type: ignore[assignment]
     call()
     triton_scan.processors = many_processors  # type: ignore[assignment]
@@ -148,7 +149,7 @@ def calls(dtype: torch.dtype, shared: int) -> Iterator[tuple[str, Callable[[], o
                 call = functools.partial(spec.evaluate, spec.inputs(case, dtype), function)
                 yield f"{op} {width}", call
                 if time == times[0]:
-                    yield f"{op} {width}, halved", functools.partial(on_few, FEW[width], call)
+                    yield f"{op} {width}, few processors", functools.partial(on_few, FEW[width], call)
         packed = Case(time=70, heads=1, key=128, value=256, lengths=(30, 40))
         yield f"{op} packed, no gates", functools.partial(spec.evaluate, spec.inputs(packed, dtype), function)
     x, weight, taps = torch.ones(1, 70, 4, 128, dtype=dtype), torch.ones(4, 128), torch.ones(128, 4)
@@ -160,7 +161,7 @@ def calls(dtype: torch.dtype, shared: int) -> Iterator[tuple[str, Callable[[], o
     for scorer in (None, weight[:, :64], weight[:2, :64]):
         yield "unit_conv", functools.partial(trained, unit_conv, row, taps, None, scorer, 2)
     yield "packed unit_conv", functools.partial(trained, unit_conv, row, taps, torch.arange(70), None, 2)
-    for size in (96, 1024):
+    for size in (96, 1024, WIDEST):
         wide = torch.ones(70, 1, size, dtype=dtype, requires_grad=True)
         for delta in (wide, None):
             yield f"rms_norm {size}", functools.partial(trained, rms_norm, wide, delta, torch.ones(size), 1e-6)

@@ -70,7 +70,7 @@ WHOLE: list[Tiles] = [
 CANDIDATES: dict[str, dict[str, dict[str, list[Tiles]]]] = {
     "linear_attention": {
         "prepare_kernel": {"prepare": SMALL},
-        "scan_kernel": {"scan": GEMM},
+        "scan_kernel": {"scan": GEMM, "read_scan": WHOLE},
         "combine_kernel": {"combine": GEMM},
         "query_key_gradients_kernel": {"query_key_gradients": DEEP},
     },
@@ -85,6 +85,7 @@ CANDIDATES: dict[str, dict[str, dict[str, list[Tiles]]]] = {
         "delta_scan_kernel": {"delta_scan": WHOLE, "delta_read_scan": WHOLE},
         "delta_scan_back_kernel": {"delta_scan_back": WHOLE},
         "delta_write_gradients_kernel": {"delta_write_gradients": SMALL},
+        "combine_kernel": {"combine": GEMM},
     },
 }
 """For each op the kernels it decides on, their names in the table, one for each use, and what to try; the delta rule shares the others."""

@@ -21,7 +21,7 @@ WARPS = 8
 PROGRAMS = 2
 """Of the gradient kernel, on each processor."""
 STAGES = 3
-"""Of its loop: tiles that are on their way, and the one that is computed on."""
+"""Of its loop: tiles that are on their way, and the one that is computed on. Rows wider than TILE would take too much shared memory so."""
 
 
 @triton.jit
@@ -145,7 +145,7 @@ def _gradients(
     shares = _shares(x)
     rms_norm_gradients_kernel[(len(shares),)](
         d_y, d_total, x, swish, read, weight, made[0], made[1], d_read, shares, made[2], eps=eps, SUM=d_total is not None, AGAIN=again,
-        AHEAD=STAGES, **sizes,
+        AHEAD=STAGES if sizes["BR"] * sizes["BW"] <= TILE else 1, **sizes,
     )  # fmt: skip
     return made[0], made[1], d_read, shares, made[2]
 

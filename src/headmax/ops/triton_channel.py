@@ -211,8 +211,9 @@ def prepare_channel_kernel(
         tl.store(p_r, gated_q, mask=inside)
         tl.store(p_w, gated_k, mask=inside)
     if not EXACT:
-        enough = tl.min(tl.minimum(tl.abs(read), tl.abs(write) * scale), 0) > SMALL_GATE * scale
-        tl.store(mild + index, tl.where(enough & (tl.min(lowest, 0) > -MILD), 1, 0))
+        large = tl.minimum(tl.abs(row_values(read_gate, first, count, head, H, C, READ)), tl.abs(write)) > SMALL_GATE
+        divisible = (tl.min(large.to(tl.int32), 0) != 0) & (scale != 0.0)
+        tl.store(mild + index, tl.where(divisible & (tl.min(lowest, 0) > -MILD), 1, 0))
     products = tl.where(causal_mask(count, C), products, 0.0).to(scores.dtype.element_ty)
     p_a, in_a = tile(scores, first, count, head, 0, H, C, C, C)
     tl.store(p_a, tl.trans(products) if BACKWARD else products, mask=in_a)

@@ -71,13 +71,13 @@ class Layout:
         """The shape of the sequences' states [sequences, heads, key, value]."""
         return self.sequences, *q.shape[2:], v.shape[3]
 
-    def segments(self, blocks: int, processors: int, least: int = 2) -> int:
-        """Into how many segments a scan cuts each sequence: enough to give every processor one of the `blocks` per sequence.
+    def segments(self, blocks: int, wanted: int, least: int = 2) -> int:
+        """Into how many segments a scan with so many blocks for each sequence cuts it, to have as many as `wanted` in all.
 
         One where that is fewer than `least`: what segments do over again would cost more than they gain.
         """
-        wanted = min(processors // (blocks * self.sequences), self.chunks // (MIN_SEGMENT * self.sequences))
-        return wanted if wanted >= least else 1
+        segments = min(wanted // (blocks * self.sequences), self.chunks // (MIN_SEGMENT * self.sequences))
+        return segments if segments >= least else 1
 
 
 # Grids have one axis: only the first may be longer than 65,535. Programs that share inputs are neighbours.

@@ -230,7 +230,7 @@ def chunk_tokens(q: Tensor, log_decay: Tensor | None) -> int:
 
 
 class Prepared(NamedTuple):
-    """What `prepare_kernel` makes; see the top of this file."""
+    """What `prepare_kernel` or `prepare_channel_kernel` makes; see the top of this file."""
 
     reading: Tensor
     writing: Tensor

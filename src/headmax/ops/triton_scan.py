@@ -111,7 +111,7 @@ def scan_kernel(
                 state, total = scaled(state, steep, CHANNEL), total + steep
             state = tl.dot(tl.trans(t_k), t_v, state, input_precision=PRECISION)
             total += 2 * half
-            state = scaled(state, half + next_half, CHANNEL)
+            state = scaled(scaled(state, half, CHANNEL), next_half, CHANNEL)  # both at once may be no number of float32
             half, alike = next_half, next_alike
         else:
             state = tl.dot(tl.trans(t_k), t_v, scaled(state, decay, CHANNEL), input_precision=PRECISION)
@@ -162,6 +162,7 @@ def combine_kernel(
 
     Both are one loop over tokens and then key channels, so that tiles of the second are on their way during the first.
     """
+    tl.static_assert(C % BK == 0)
     v_start, chunk, head = channel_block(H, V, BV)
     first, count = chunk_span(chunk, table, T, C, PACKED)
     rows, inner, columns = tl.arange(0, C)[:, None], tl.arange(0, BK), v_start + tl.arange(0, BV)[None, :]
@@ -173,7 +174,7 @@ def combine_kernel(
         right = tl.where(within, values + (at + start * H) * V, states + place + channel * V)
         t_l = tl.load(
             left + rows * tl.where(within, H * C, H * K) + inner[None, :],
-            mask=(rows < count) & (inner < tl.where(within, C, K - channel))[None, :],
+            mask=(rows < count) & (within | (inner < K - channel))[None, :],
             other=0.0,
         )
         t_r = tl.load(
@@ -221,7 +222,7 @@ class Scanned(NamedTuple):
     """What a scan gives; what was not asked for is empty."""
 
     states: Tensor
-    """The state each chunk begins with (ends with, if reversed) [chunks, H, K, V], in the values' dtype."""
+    """2^half times the state each chunk begins with (ends with, if reversed) [chunks, H, K, V], in the values' dtype."""
     result: Tensor
     """What was read out, as the values lie."""
     final: Tensor
@@ -272,6 +273,7 @@ def scan(
 def combine(readers: Tensor, scores: Tensor, values: Tensor, states: Tensor | None, layout: Layout) -> Tensor:
     """scores values + readers states for every chunk."""
     result, tiles = torch.empty_like(values), tile_arguments("combine", readers, readers.shape[3], values.shape[3])
+    tiles["BK"] = min(tiles["BK"], layout.chunk)
     combine_kernel[(triton.cdiv(values.shape[3], tiles["BV"]) * layout.chunks * values.shape[2],)](
         readers, scores, values, values if states is None else states, result, layout.table, V=values.shape[3], STATES=states is not None,
         **shape_arguments(readers, layout), **tiles,

@@ -18,7 +18,7 @@ Tiles = list[int]
 
 PATH = Path(__file__).with_name("tiles.json")
 TABLE: dict[str, dict[str, Any]] = json.loads(PATH.read_text())
-"""By shared memory per block in KiB: whether there are long chunks, and "kernels", by kernel, by class of heads."""
+"""By shared memory per block in KiB: whether there are long chunks, and "kernels", by kernel, by class of heads; null: not for those."""
 
 
 def width_class(key: int) -> str:
@@ -54,7 +54,10 @@ def reads_in_scan(x: Tensor, kernel: str = "read_scan") -> bool:
 
 
 def tile_width(width: int, most: int) -> int:
-    """A power of two, at least 64 (narrower tiles go wrong on Hopper's matrix units) and at most `most`."""
+    """A power of two, at least 64 (narrower tiles have gone wrong on Hopper's matrix units) and at most `most`.
+
+    Scans of the delta rule halve their value channels to 32 where blocks are few: their results are the same to the bit.
+    """
     return min(most, max(64, triton.next_power_of_2(width)))
 
 

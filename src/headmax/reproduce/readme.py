@@ -45,14 +45,17 @@ def kernels_gpu() -> str:
         "its, ms",
         "as fast",
     ]
-    lines = [f"| {' | '.join([*columns, 'commit'])} |", "|---" * 8 + "|"]
+    lines = [f"| {' | '.join([*columns, 'its commit'])} |", "|---" * 8 + "|"]
     for op in dict.fromkeys(op for impl, op, _ in now if impl == "headmax"):
         peer = [now["fla", op, metric] for metric in ("forward", "forward+backward")]
         mine, beside = [now["headmax", op, r.metric.split("/")[1]] for r in peer], [ours[r.metric, r.commit] for r in peer]
         gates = now["headmax", op, "gated over plain"]
         low, high = (f"{100 * (edge - 1):+.1f}" for edge in gates.extra["interval"])
         cells = [f"{op}, {gates.case}", "; ".join(f"{r.value:.2f}" for r in mine), f"{100 * (gates.value - 1):+.1f}% ({low} to {high})"]
-        cells += [gates.commit[:7], *("; ".join(f"{r.value:.2f}" for r in run) for run in (beside, peer))]
+        cells += [
+            "; ".join(dict.fromkeys(r.commit[:7] for r in (*mine, gates))),
+            *("; ".join(f"{r.value:.2f}" for r in run) for run in (beside, peer)),
+        ]
         cells += ["; ".join(f"{b.value / a.value:.2f}x" for a, b in zip(beside, peer, strict=True)), peer[0].commit[:7]]
         lines.append(f"| {' | '.join(cells)} |")
     note = "bfloat16; with gates: forward + backward, median of interleaved pairs with its 95% interval."

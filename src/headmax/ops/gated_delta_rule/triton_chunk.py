@@ -39,7 +39,8 @@ from headmax.ops.triton_scan import combine, scaled, shape_arguments, spread
 from headmax.ops.triton_tiles import reads_in_scan, tile_arguments
 
 CUTTING = {"narrowest": 32, "least": 3, "each": 2}
-"""Segments do more than twice the work, so narrow blocks come first; and what a segment does to a state takes half as many blocks again."""
+"""How scans are spread. Segments do more than twice the work: narrow blocks come before them, and two segments are not worth it. Of those
+there are, each processor gets two blocks, since finding what a segment does to a state takes half as many blocks again."""
 
 
 @triton.jit
@@ -373,7 +374,7 @@ def carry(cut: Tensor, begin: Tensor | None, end: Tensor, x: Tensor, reverse: bo
     )  # fmt: skip
 
 
-class Scanned(NamedTuple):
+class DeltaScanned(NamedTuple):
     """What a scan gives."""
 
     states: Tensor
@@ -388,7 +389,7 @@ class Scanned(NamedTuple):
 
 def delta_scan(
     prepared: Prepared, written: Written, initial: Tensor | None, layout: Layout, cut: Tensor | None = None, read: bool = False
-) -> Scanned:
+) -> DeltaScanned:
     """Stores all states and writes, or, to `read`, what is read out alone."""
     key, (_, _, heads, value) = written.erase.shape[3], written.fresh.shape
     new, runs = written.fresh.new_empty, layout.sequences
@@ -411,7 +412,7 @@ def delta_scan(
         carry(cut, initial, final, u)
     begin, end = (initial, final) if segments == 1 else (cut, None)
     launch("delta_read_scan" if read else "delta_scan", begin, end, store=not read, read=read)
-    return Scanned(states, u, final, cut)
+    return DeltaScanned(states, u, final, cut)
 
 
 def delta_scan_back(
