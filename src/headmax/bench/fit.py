@@ -39,8 +39,6 @@ from headmax.ops.triton_common import MIN_SEGMENT
 
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """KiB of shared memory a block may have, by compute capability."""
-
-
 FEW = {"narrow": 9, "wide": 20}
 """Between one and a half and three times as many processors as one head has blocks of states, which then are halved where they may be."""
 

@@ -22,6 +22,7 @@ import triton.language as tl
 
 from headmax.ops.packing import CHUNK
 from headmax.ops.triton_common import base_2, causal_mask, chunk_span, row_values, tile
+from headmax.ops.triton_scan import load_decays
 
 MILD = tl.constexpr(120 * math.log2(math.e))
 """A decay of exp(-120), split in two, leaves factors of at most exp(60): float32's and bfloat16's range has room for queries and keys."""
@@ -60,8 +61,7 @@ def sums_at(sums, rows, first, count, head, k_start, H: tl.constexpr, K: tl.cons
 @triton.jit
 def mild_exponents(sums, whole, index, first, count, head, k_start, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr):
     """What the tokens of a mild chunk read through, as powers of two [C, BK]; what they write through differs by its sign alone."""
-    columns = k_start + tl.arange(0, BK)
-    half = 0.5 * tl.load(whole + index * K + columns, mask=columns < K, other=0.0)
+    half = 0.5 * load_decays(whole, index, True, k_start, K, BK, True)
     return (sums_at(sums, tl.arange(0, C), first, count, head, k_start, H, K, BK) - half[None, :]).to(tl.float32)
 
 

@@ -44,8 +44,9 @@ def kernels_gpu() -> str:
         "in a run with flash-linear-attention, ms",
         "its, ms",
         "as fast",
+        "its commit",
     ]
-    lines = [f"| {' | '.join([*columns, 'its commit'])} |", "|---" * 8 + "|"]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for op in dict.fromkeys(op for impl, op, _ in now if impl == "headmax"):
         peer = [now["fla", op, metric] for metric in ("forward", "forward+backward")]
         mine, beside = [now["headmax", op, r.metric.split("/")[1]] for r in peer], [ours[r.metric, r.commit] for r in peer]
