@@ -31,11 +31,11 @@ def assert_bit_identical(name: str, inputs: dict, expected: dict[str, torch.Tens
         assert torch.equal(x, expected[key]), key
 
 
-def cut_into_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+def cut_into_segments(monkeypatch: pytest.MonkeyPatch, processors: int = 6) -> None:
     from headmax.ops import triton_common, triton_scan
 
     monkeypatch.setattr(triton_common, "MIN_SEGMENT", 1)
-    monkeypatch.setattr(triton_scan, "processors", lambda device: 6)
+    monkeypatch.setattr(triton_scan, "processors", lambda device: processors)
 
 
 @here
@@ -59,17 +59,19 @@ def test_blocks_of_states_half_as_wide_change_no_bit(name: str, kernel: str, key
 @here
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("lengths", [None, (70, 560)], ids=["rows", "packed"])
-def test_segments_of_a_long_sequence_change_nothing(name: str, lengths: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("segments", "initial"), [(5, True), (5, False), (2, True)], ids=["five", "from nothing", "halves"])
+def test_segments_of_a_long_sequence_change_nothing(
+    name: str, lengths: tuple[int, ...] | None, segments: int, initial: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from headmax.ops.triton_common import Layout
 
-    case = Case(time=sum(lengths or (300,)), heads=1, key=20, value=24, gates="both", initial_state=True, lengths=lengths)
+    case = Case(batch=1, time=sum(lengths or (300,)), heads=1, key=20, value=24, gates="both", initial_state=initial, lengths=lengths)
     inputs = inputs_of(name, case)
     whole = run(SPECS[name], inputs, "triton")
-    cut_into_segments(monkeypatch)
+    cut_into_segments(monkeypatch, segments * len(lengths or (1,)))
     with mock.patch.object(Layout, "segments", autospec=True, side_effect=Layout.segments) as cutting:
         cut = run(SPECS[name], inputs, "triton")
-    assert all(Layout.segments(*call.args, **call.kwargs) > 1 for call in cutting.call_args_list)
-    assert cutting.called
+    assert {Layout.segments(*call.args, **call.kwargs) for call in cutting.call_args_list} == {segments}
     for key, x in cut.items():
         assert distance(x, whole[key]) <= 1e-5, key
 

@@ -31,9 +31,9 @@ from headmax.layers.triton_norm import read_out, rms_norm
 from headmax.layers.triton_rotary import turned
 from headmax.layers.triton_swiglu import swiglu
 from headmax.ops import head_gate, registry, triton_scan, triton_tiles
-from headmax.ops.gated_delta_rule import WIDE_DELTA, triton_chunk
+from headmax.ops.gated_delta_rule import WIDE_DELTA
 from headmax.ops.head_gate import split_gates
-from headmax.ops.packing import CHUNK
+from headmax.ops.packing import LONG_CHUNK
 from headmax.ops.spec import Case
 from headmax.ops.triton_common import MIN_SEGMENT
 
@@ -141,7 +141,7 @@ def calls(dtype: torch.dtype, shared: int) -> Iterator[tuple[str, Callable[[], o
             if op == "gated_delta_rule" and dtype == torch.float32 and width == "wide" and shared < WIDE_DELTA:
                 continue  # refused there, see its __init__
             function = functools.partial(spec.function, return_state=True, backend="triton")
-            times = (70, triton_chunk.CUTTING["least"] * MIN_SEGMENT * CHUNK)  # the second is cut into segments
+            times = (70, 2 * MIN_SEGMENT * LONG_CHUNK)  # the second is cut into segments
             for time, decay in product(times, ("soft", "head", "none") if op == "linear_attention" else ("soft",)):
                 case = Case(time=time, heads=1, key=key, value=value, decay=decay, gates="both", initial_state=True)
                 call = functools.partial(spec.evaluate, spec.inputs(case, dtype), function)

@@ -71,13 +71,9 @@ class Layout:
         """The shape of the sequences' states [sequences, heads, key, value]."""
         return self.sequences, *q.shape[2:], v.shape[3]
 
-    def segments(self, blocks: int, wanted: int, least: int = 2) -> int:
-        """Into how many segments a scan with so many blocks for each sequence cuts it, to have as many as `wanted` in all.
-
-        One where that is fewer than `least`: what segments do over again would cost more than they gain.
-        """
-        segments = min(wanted // (blocks * self.sequences), self.chunks // (MIN_SEGMENT * self.sequences))
-        return segments if segments >= least else 1
+    def segments(self, blocks: int, wanted: int) -> int:
+        """Into how many segments a scan with so many blocks for each sequence cuts it, to have as many as `wanted` in all."""
+        return max(1, min(wanted // (blocks * self.sequences), self.chunks // (MIN_SEGMENT * self.sequences)))
 
 
 # Grids have one axis: only the first may be longer than 65,535. Programs that share inputs are neighbours.

@@ -198,18 +198,16 @@ def state_blocks(tiles: dict[str, int], keys: Tensor, values: Tensor) -> int:
     return values.shape[2] * triton.cdiv(keys.shape[3], tiles["BK"]) * triton.cdiv(values.shape[3], tiles["BV"])
 
 
-def spread(
-    kernel: str, keys: Tensor, values: Tensor, layout: Layout, narrowest: int = 64, least: int = 2, each: int = 1
-) -> tuple[dict[str, int], int]:
-    """A scan's tiles, and into how many segments it cuts each sequence, to give each processor so many blocks.
+def spread(kernel: str, keys: Tensor, values: Tensor, layout: Layout, narrowest: int = 64) -> tuple[dict[str, int], int]:
+    """A scan's tiles, and into how many segments it cuts each sequence, to give each processor a block.
 
     Segments do some of the work twice, so blocks of half the width come first, where there are enough of those and they are not too narrow.
     """
     tiles, there = tile_arguments(kernel, keys, keys.shape[3], values.shape[3]), processors(values.device)
     blocks, half = state_blocks(tiles, keys, values), tiles["BV"] // 2
     if 3 * blocks * layout.sequences < 2 * there <= 6 * blocks * layout.sequences and half >= narrowest and values.element_size() < 4:
-        return tiles | {"BV": half}, 1
-    return tiles, layout.segments(blocks, each * there, least)
+        return tiles | {"BV": half} | ({"num_warps": 4} if half < 64 else {}), 1
+    return tiles, layout.segments(blocks, there)
 
 
 def begins_shape(keys: Tensor, values: Tensor, layout: Layout) -> tuple[int, ...]:

@@ -38,9 +38,8 @@ from headmax.ops.triton_decayed import Prepared, prepare, query_key_gradients
 from headmax.ops.triton_scan import combine, scaled, shape_arguments, spread
 from headmax.ops.triton_tiles import reads_in_scan, tile_arguments
 
-CUTTING = {"narrowest": 32, "least": 3, "each": 2}
-"""How scans are spread. Segments do more than twice the work: narrow blocks come before them, and two segments are not worth it. Of those
-there are, each processor gets two blocks, since finding what a segment does to a state takes half as many blocks again."""
+NARROWEST = 32
+"""Columns of a block of states: segments do twice the work and more, so narrow blocks come before them."""
 
 
 @triton.jit
@@ -114,28 +113,44 @@ def delta_writes_kernel(
 
 
 @triton.jit
+def load_begin(
+    begin, cut, sequence, first, in_cut, head, v_start,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BEGIN: tl.constexpr, CUT: tl.constexpr,
+):  # fmt: skip
+    """Some columns of what a segment begins with: what `cut` has, or `begin` for a sequence's `first`, else zeros."""
+    if CUT:
+        pointers, inside = state_tile(cut, in_cut, 0, v_start, K, V + K, BK, BV)
+        return tl.load(pointers, mask=inside & (v_start + tl.arange(0, BV) < V)[None, :], other=0.0)
+    elif BEGIN:
+        pointers, inside = state_tile(begin, sequence.to(tl.int64) * H + head, 0, v_start, K, V, BK, BV)
+        return tl.load(pointers, mask=inside & first, other=0.0).to(tl.float32)
+    else:
+        return tl.zeros([BK, BV], tl.float32)
+
+
+@triton.jit
 def delta_scan_kernel(
-    reading, writing, scores, erase, fresh, whole, begin, states, u, end, table, starts, segments, T,
+    reading, writing, scores, erase, fresh, whole, begin, cut, states, u, end, table, starts, segments, T,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
     BEGIN: tl.constexpr, STORE: tl.constexpr, READ: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """u = fresh - erase S ;  S' = exp(whole) S + writing^T u, some columns of the state through a segment of a sequence.
 
-    STORE keeps S and u for each chunk, READ in the place of u what is read out, reading S + scores u. If CUT, `begin` and `end` are `cut`
-    (see below). With neither, which is for that alone, it turns the identity too, in further columns, which nothing is written to.
+    STORE keeps S and u for each chunk, READ in the place of u what is read out, reading S + scores u; both begin with `cut` (see below) if
+    CUT, and keep the last state. With neither it is to fill `cut`: a sequence's first segment begins with `begin`, the last is left out,
+    and those between turn the identity too, in further columns, which nothing is written to.
     """
     PROBE: tl.constexpr = not (STORE or READ)
     EDGE: tl.constexpr = (V + BV - 1) // BV * BV
     v_start, run, head = channel_block(H, EDGE + K if PROBE else V, BV)
+    sequence, segment = run // segments, run % segments
     if PROBE:
+        if (segment == segments - 1) | ((segment == 0) & (v_start >= EDGE)):
+            return
         v_start = tl.where(v_start < EDGE, v_start, v_start - EDGE + V)
-    WIDTH: tl.constexpr = V + K if CUT else V
     first_chunk, chunks, token, last = segment_span(run, segments, table, starts, T, C, PACKED)
-    place, columns = run.to(tl.int64) * H + head, v_start + tl.arange(0, BV)
-    state = tl.zeros([BK, BV], tl.float32)
-    if BEGIN:
-        p_begin, in_begin = state_tile(begin, place, 0, v_start, K, WIDTH, BK, BV)
-        state += tl.load(p_begin, mask=in_begin, other=0.0).to(tl.float32)
+    columns, in_cut = v_start + tl.arange(0, BV), run.to(tl.int64) * H + head
+    state = load_begin(begin, cut, sequence, segment == 0, in_cut, head, v_start, H, K, V, BK, BV, BEGIN, CUT and not PROBE)
     if PROBE:
         state += tl.where(tl.arange(0, BK)[:, None] == columns[None, :] - V, 1.0, 0.0)
     for n in range(chunks):
@@ -161,29 +176,33 @@ def delta_scan_kernel(
             out = tl.dot(t_a, t_u, tl.dot(t_r, rounded, input_precision=PRECISION), input_precision=PRECISION)
             tl.store(p_u, out.to(u.dtype.element_ty), mask=in_u)
         token += C
-    if PROBE or not CUT:
-        p_end, in_end = state_tile(end, place, 0, v_start, K, WIDTH, BK, BV)
+    if PROBE:
+        p_end, in_end = state_tile(cut, in_cut, 0, v_start, K, V + K, BK, BV)
         tl.store(p_end, state, mask=in_end & ((columns < V) | (v_start >= V))[None, :])
+    else:
+        p_end, in_end = state_tile(end, sequence.to(tl.int64) * H + head, 0, v_start, K, V, BK, BV)
+        tl.store(p_end, state, mask=in_end & (segment == segments - 1))
 
 
 @triton.jit
 def delta_scan_back_kernel(
-    reading, writing, erase, d_o, whole, begin, d_states, d_u, end, table, starts, segments, T,
+    reading, writing, erase, d_o, whole, begin, cut, d_states, d_u, end, table, starts, segments, T,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
     BEGIN: tl.constexpr, STORE: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dU += writing dS' ;  dS = exp(whole) dS' + reading^T dO - erase^T dU, backwards through a segment of a sequence.
 
+    Without STORE it is to fill `cut`: then the last segment begins with `begin`, and the first is left out.
     A chunk's decay and what there is of its dU are fetched one chunk ahead: no step waits for them.
     """
     v_start, run, head = channel_block(H, V, BV)
-    WIDTH: tl.constexpr = V + K if CUT else V
+    sequence, segment = run // segments, run % segments
+    if not STORE:
+        if segment == 0:
+            return
     first_chunk, chunks, token, last = segment_span(run, segments, table, starts, T, C, PACKED)
-    place, columns = run.to(tl.int64) * H + head, v_start + tl.arange(0, BV)
-    gradient = tl.zeros([BK, BV], tl.float32)
-    if BEGIN:
-        p_begin, in_begin = state_tile(begin, place, 0, v_start, K, WIDTH, BK, BV)
-        gradient += tl.load(p_begin, mask=in_begin, other=0.0).to(tl.float32)
+    columns, in_cut = v_start + tl.arange(0, BV), run.to(tl.int64) * H + head
+    gradient = load_begin(begin, cut, sequence, segment == segments - 1, in_cut, head, v_start, H, K, V, BK, BV, BEGIN, CUT and STORE)
     first = token + (chunks - 1) * C
     p_u, in_u = tile(d_u, first, tl.minimum(C, last - first).to(tl.int32), head, v_start, H, V, C, BV)
     t_u = tl.load(p_u, mask=in_u & (chunks > 0), other=0.0)
@@ -210,53 +229,62 @@ def delta_scan_back_kernel(
         gradient = scaled(gradient, decay, False) + tl.dot(tl.trans(t_r), t_o, input_precision=PRECISION)
         gradient -= tl.dot(tl.trans(t_e), t_u, input_precision=PRECISION)
         t_u, decay = next_u, next_decay
-    if not (CUT and STORE):
-        p_end, in_end = state_tile(end, place, 0, v_start, K, WIDTH, BK, BV)
+    if STORE:
+        p_end, in_end = state_tile(end, sequence.to(tl.int64) * H + head, 0, v_start, K, V, BK, BV)
+        tl.store(p_end, gradient, mask=in_end & (segment == 0))
+    else:
+        p_end, in_end = state_tile(cut, in_cut, 0, v_start, K, V + K, BK, BV)
         tl.store(p_end, gradient, mask=in_end & (columns < V)[None, :])
 
 
 @triton.jit
+def load_columns(base, index, v_start, there, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """Some of the first V columns of matrix number `index` in [..., K, WIDTH], in blocks of BK rows; zeros unless it is `there`."""
+    blocks = ()
+    for i in tl.static_range((K + BK - 1) // BK):
+        p_b, in_b = state_tile(base, index, i * BK, v_start, K, WIDTH, BK, BV)
+        blocks = beside(blocks, tl.load(p_b, mask=in_b & ((v_start + tl.arange(0, BV) < V) & there)[None, :], other=0.0).to(tl.float32))
+    return blocks
+
+
+@triton.jit
+def store_columns(base, index, v_start, blocks, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """What `load_columns` loads."""
+    for i in tl.static_range((K + BK - 1) // BK):
+        p_b, in_b = state_tile(base, index, i * BK, v_start, K, WIDTH, BK, BV)
+        tl.store(p_b, blocks[i], mask=in_b & (v_start + tl.arange(0, BV) < V)[None, :])
+
+
+@triton.jit
 def delta_carry_kernel(
-    cut, begin, end, segments,
+    cut, begin, segments,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BEGIN: tl.constexpr, REVERSE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What each segment would end with, had it begun with nothing, becomes what it begins with; and the last state.
+    """What each segment ends with, the first having begun with `begin` and others with nothing, becomes what it begins with.
 
-    If REVERSE these are gradients: they meet the segments from the last to the first, and turn by the transposed matrices.
+    If REVERSE the segments come from the last to the first. What one ends with is fetched while the one before is at work.
     """
     v_start, sequence, head = channel_block(H, V, BV)
     BLOCKS: tl.constexpr = (K + BK - 1) // BK
     WIDTH: tl.constexpr = V + K
-    place, inside = sequence.to(tl.int64) * H + head, (v_start + tl.arange(0, BV) < V)[None, :]
-    state = ()  # in blocks of BK rows
-    for i in tl.static_range(BLOCKS):
-        t_b = tl.zeros([BK, BV], tl.float32)
-        if BEGIN:
-            p_b, in_b = state_tile(begin, place, i * BK, v_start, K, V, BK, BV)
-            t_b += tl.load(p_b, mask=in_b, other=0.0).to(tl.float32)
-        state = beside(state, t_b)
-    for n in range(segments):
-        run = sequence * segments + nth(n, segments, REVERSE)
-        index = run.to(tl.int64) * H + head
+    first = sequence.to(tl.int64) * segments
+    state = load_columns(begin, sequence.to(tl.int64) * H + head, v_start, BEGIN, K, V, V, BK, BV)
+    ends = load_columns(cut, (first + nth(0, segments, REVERSE)) * H + head, v_start, True, K, V, WIDTH, BK, BV)
+    for n in range(segments - 1):
+        index = (first + nth(n, segments, REVERSE)) * H + head
+        following = (first + nth(n + 1, segments, REVERSE)) * H + head
+        next_ends = load_columns(cut, following, v_start, n + 2 < segments, K, V, WIDTH, BK, BV)
+        store_columns(cut, index, v_start, state, K, V, WIDTH, BK, BV)
         handed = ()
         for i in tl.static_range(BLOCKS):
-            p_s, in_s = state_tile(cut, index, i * BK, v_start, K, WIDTH, BK, BV)
-            total = tl.load(p_s, mask=in_s & inside, other=0.0)
-            tl.store(p_s, state[i], mask=in_s & inside)
+            total = ends[i]
             for j in tl.static_range(BLOCKS):
-                if REVERSE:
-                    p_t, in_t = state_tile(cut, index, j * BK, V + i * BK, K, WIDTH, BK, BK)
-                    turn = tl.trans(tl.load(p_t, mask=in_t, other=0.0))
-                else:
-                    p_t, in_t = state_tile(cut, index, i * BK, V + j * BK, K, WIDTH, BK, BK)
-                    turn = tl.load(p_t, mask=in_t, other=0.0)
-                total += tl.dot(turn, state[j], input_precision=PRECISION)
+                p_t, in_t = state_tile(cut, index, i * BK, V + j * BK, K, WIDTH, BK, BK)
+                total += tl.dot(tl.load(p_t, mask=in_t & (n > 0), other=0.0), state[j], input_precision=PRECISION)
             handed = beside(handed, total)
-        state = handed
-    for i in tl.static_range(BLOCKS):
-        p_end, in_end = state_tile(end, place, i * BK, v_start, K, V, BK, BV)
-        tl.store(p_end, state[i], mask=in_end)
+        state, ends = handed, next_ends
+    store_columns(cut, (first + nth(segments - 1, segments, REVERSE)) * H + head, v_start, state, K, V, WIDTH, BK, BV)
 
 
 @triton.jit
@@ -359,18 +387,19 @@ def writes(
     return made
 
 
-# Sequences too few to keep the GPU busy are cut into segments, which run at the same time: once from nothing and from the identity, to
-# know what each does to a state, and again from what the segments before it hand on. `cut` [sequences * segments, heads, key, value + key]
-# has what a segment makes of nothing, later what it begins with; and beside it the matrix by which it turns any state.
+# Sequences too few to keep the GPU busy are cut into segments, which run at the same time. The first begins with what is given, the others
+# with nothing and with the identity, to know what each does to a state; the last hands nothing on. Then all begin with what the segments
+# before them hand on. `cut` [sequences * segments, heads, key, value + key] has what a segment makes of nothing, later what it begins with;
+# and beside it, for all but the first and the last, the matrix by which it turns any state. Gradients go the other way.
 
 
-def carry(cut: Tensor, begin: Tensor | None, end: Tensor, x: Tensor, reverse: bool = False) -> None:
-    """Hands states on from segment to segment, the first being `begin` and the last `end`, as precisely as x's dtype asks."""
-    runs, heads, key, value = end.shape
-    tiles = tile_arguments("delta_carry", x, key, value)
-    delta_carry_kernel[(runs * heads * triton.cdiv(value, tiles["BV"]),)](
-        cut, begin, end, cut.shape[0] // runs, H=heads, K=key, V=value, BEGIN=begin is not None, REVERSE=reverse,
-        PRECISION=dot_precision(x.dtype), **tiles,
+def carry(cut: Tensor, begin: Tensor | None, x: Tensor, sequences: int, reverse: bool = False) -> None:
+    """Hands states on from segment to segment, as precisely as x's dtype asks."""
+    _, heads, key, width = cut.shape
+    tiles = tile_arguments("delta_carry", x, key, width - key)
+    delta_carry_kernel[(sequences * heads * triton.cdiv(width - key, tiles["BV"]),)](
+        cut, cut if begin is None else begin, cut.shape[0] // sequences, H=heads, K=key, V=width - key, BEGIN=begin is not None,
+        REVERSE=reverse, PRECISION=dot_precision(x.dtype), **tiles,
     )  # fmt: skip
 
 
@@ -399,19 +428,18 @@ def delta_scan(
         cut = new(cut_shape(written.erase, written.fresh, layout), dtype=torch.float32)
     segments, shape = cut.shape[0] // runs or 1, shape_arguments(written.erase, layout) | {"V": value}
 
-    def launch(kernel: str, begin: Tensor | None, end: Tensor | None, store: bool = False, read: bool = False) -> None:
-        tiles, _ = spread(kernel, written.erase, written.fresh, layout, **CUTTING)
+    def launch(kernel: str, begin: Tensor | None, store: bool = False, read: bool = False) -> None:
+        tiles, _ = spread(kernel, written.erase, written.fresh, layout, NARROWEST)
         blocks = triton.cdiv(value, tiles["BV"]) + (0 if store or read else triton.cdiv(key, tiles["BV"]))
         delta_scan_kernel[(runs * segments * heads * blocks,)](
-            prepared.reading, prepared.writing, prepared.scores, written.erase, written.fresh, prepared.whole, begin, states, u, end,
+            prepared.reading, prepared.writing, prepared.scores, written.erase, written.fresh, prepared.whole, begin, cut, states, u, final,
             layout.table, layout.starts, segments, **shape, BEGIN=begin is not None, STORE=store, READ=read, CUT=segments > 1, **tiles,
         )  # fmt: skip
 
     if made and segments > 1:
-        launch("delta_scan", None, cut)
-        carry(cut, initial, final, u)
-    begin, end = (initial, final) if segments == 1 else (cut, None)
-    launch("delta_read_scan" if read else "delta_scan", begin, end, store=not read, read=read)
+        launch("delta_scan", initial)
+        carry(cut, initial, u, runs)
+    launch("delta_read_scan" if read else "delta_scan", initial, store=not read, read=read)
     return DeltaScanned(states, u, final, cut)
 
 
@@ -423,26 +451,25 @@ def delta_scan_back(
     d_states = d_o.new_empty(layout.chunks, heads, key, value)
     d_initial = d_o.new_empty(runs, heads, key, value, dtype=torch.float32)
     segments, shape = cut.shape[0] // runs or 1, shape_arguments(written.erase, layout) | {"V": value}
-    tiles, _ = spread("delta_scan_back", written.erase, d_o, layout, **CUTTING)
+    tiles, _ = spread("delta_scan_back", written.erase, d_o, layout, NARROWEST)
+    turned = torch.empty_like(cut)  # gradients take the states' place, and are turned by the transposed matrices
 
-    def launch(begin: Tensor | None, end: Tensor | None, store: bool) -> None:
+    def launch(store: bool) -> None:
         delta_scan_back_kernel[(runs * segments * heads * triton.cdiv(value, tiles["BV"]),)](
-            prepared.reading, prepared.writing, written.erase, d_o, prepared.whole, begin, d_states, d_u, end, layout.table, layout.starts,
-            segments, **shape, BEGIN=begin is not None, STORE=store, CUT=segments > 1, **tiles,
+            prepared.reading, prepared.writing, written.erase, d_o, prepared.whole, d_final, turned, d_states, d_u, d_initial, layout.table,
+            layout.starts, segments, **shape, BEGIN=d_final is not None, STORE=store, CUT=segments > 1, **tiles,
         )  # fmt: skip
 
-    if segments == 1:
-        launch(d_final, d_initial, store=True)
-        return d_states, d_initial
-    cut = cut.clone()  # gradients take the states' place
-    launch(None, cut, store=False)
-    carry(cut, d_final, d_initial, d_o, reverse=True)
-    launch(cut, None, store=True)
+    if segments > 1:
+        turned[..., value:] = cut[..., value:].mT
+        launch(store=False)
+        carry(turned, d_final, d_o, runs, reverse=True)
+    launch(store=True)
     return d_states, d_initial
 
 
 def cut_shape(k: Tensor, v: Tensor, layout: Layout) -> tuple[int, ...]:
-    _, segments = spread("delta_scan", k, v, layout, **CUTTING)
+    _, segments = spread("delta_scan", k, v, layout, NARROWEST)
     return (layout.sequences * segments, v.shape[2], k.shape[3], v.shape[3] + k.shape[3]) if segments > 1 else (0,)
 
 
