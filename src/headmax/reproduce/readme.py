@@ -83,14 +83,14 @@ def steps() -> str:
         cells = [recipe, pair("headmax", speed, ",.0f"), f"{100 * (gates.value - 1):+.1f}% ({low} to {high})"]
         cells += [pair("headmax", "peak memory", ".1f"), pair("headmax", "MFU", ".0%"), pair("fla", speed, ",.0f")]
         cells += [pair("fla", "peak memory", ".1f"), f"{ours.value / theirs.value:.2f}x"]
-        lines.append(f"| {' | '.join([*cells, '; '.join(dict.fromkeys((ours.commit[:7], theirs.commit[:7])))])} |")
+        lines.append(f"| {' | '.join([*cells, '; '.join(dict.fromkeys(r.commit[:7] for r in (ours, gates, theirs)))])} |")
     other = next(r for r in found if r.metric == "transformer/tokens per second")
     cold = [r for r in found if r.metric.endswith("first step, empty caches")]
     first = ", ".join(f"{r.metric.split('/')[0]} {r.value:.0f} s" for r in cold)
     note = [
-        f"Float32 parameters, bfloat16 compute, fused AdamW, {gates.device}; commits of ours and theirs: where they",
-        "differ, times are of two runs. Ours are compiled block by block and replayed as CUDA graphs; flash-linear-attention's are",
-        "neither (not measured so), have the gates put on by hand, and its GDN runs under Triton",
+        f"Float32 parameters, bfloat16 compute, fused AdamW, {gates.device}; commits of our speed, of what gates take",
+        "and of theirs: where they differ, so do the runs. All steps are replayed as CUDA graphs; ours are compiled block by block,",
+        "flash-linear-attention's are not, have the gates put on by hand, and its GDN runs under Triton",
         f"{theirs.extra['triton']}, since it refuses 3.6 on this GPU. Transformer++, timed with launches less far ahead of the GPU:",
         f"{other.value:,.0f} tokens/s (commit {other.commit[:7]}). First step of {cold[0].case.split()[0]} with empty caches: {first}",
         f"(commit {cold[0].commit[:7]}). Other lengths are in [docs/reproduction.md](docs/reproduction.md#training), what bounds it all in",
