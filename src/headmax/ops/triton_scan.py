@@ -201,12 +201,13 @@ def state_blocks(tiles: dict[str, int], keys: Tensor, values: Tensor) -> int:
 def spread(kernel: str, keys: Tensor, values: Tensor, layout: Layout, narrowest: int = 64) -> tuple[dict[str, int], int]:
     """A scan's tiles, and into how many segments it cuts each sequence, to give each processor a block.
 
-    Segments do some of the work twice, so blocks of half the width come first, where there are enough of those and they are not too narrow.
+    Segments do some of the work twice, so blocks of half the width come first, where there are enough of those and they are not too narrow;
+    they have no more warps than give each thread 32 numbers of the state.
     """
     tiles, there = tile_arguments(kernel, keys, keys.shape[3], values.shape[3]), processors(values.device)
     blocks, half = state_blocks(tiles, keys, values), tiles["BV"] // 2
     if 3 * blocks * layout.sequences < 2 * there <= 6 * blocks * layout.sequences and half >= narrowest and values.element_size() < 4:
-        return tiles | {"BV": half} | ({"num_warps": 4} if half < 64 else {}), 1
+        return tiles | {"BV": half, "num_warps": max(4, min(tiles["num_warps"], tiles["BK"] * half // 1024))}, 1
     return tiles, layout.segments(blocks, there)
 
 

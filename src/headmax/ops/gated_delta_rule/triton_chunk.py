@@ -39,7 +39,7 @@ from headmax.ops.triton_scan import combine, scaled, shape_arguments, spread
 from headmax.ops.triton_tiles import reads_in_scan, tile_arguments
 
 NARROWEST = 32
-"""Columns of a block of states: segments do twice the work and more, so narrow blocks come before them."""
+"""Columns of a block of states: segments do half of the work over again and more, so narrow blocks come before them."""
 
 
 @triton.jit
@@ -114,16 +114,16 @@ def delta_writes_kernel(
 
 @triton.jit
 def load_begin(
-    begin, cut, sequence, first, in_cut, head, v_start,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BEGIN: tl.constexpr, CUT: tl.constexpr,
+    begin, sequence, known, cut, run, v_start,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BEGIN: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of what a segment begins with: what `cut` has, or `begin` for a sequence's `first`, else zeros."""
+    """Some columns of what a segment begins with: what `cut` has for it, or, if `known`, what `begin` has for its sequence, else zeros."""
     if CUT:
-        pointers, inside = state_tile(cut, in_cut, 0, v_start, K, V + K, BK, BV)
+        pointers, inside = state_tile(cut, run, 0, v_start, K, V + K, BK, BV)
         return tl.load(pointers, mask=inside & (v_start + tl.arange(0, BV) < V)[None, :], other=0.0)
     elif BEGIN:
-        pointers, inside = state_tile(begin, sequence.to(tl.int64) * H + head, 0, v_start, K, V, BK, BV)
-        return tl.load(pointers, mask=inside & first, other=0.0).to(tl.float32)
+        pointers, inside = state_tile(begin, sequence, 0, v_start, K, V, BK, BV)
+        return tl.load(pointers, mask=inside & known, other=0.0).to(tl.float32)
     else:
         return tl.zeros([BK, BV], tl.float32)
 
@@ -136,8 +136,8 @@ def delta_scan_kernel(
 ):  # fmt: skip
     """u = fresh - erase S ;  S' = exp(whole) S + writing^T u, some columns of the state through a segment of a sequence.
 
-    STORE keeps S and u for each chunk, READ in the place of u what is read out, reading S + scores u; both begin with `cut` (see below) if
-    CUT, and keep the last state. With neither it is to fill `cut`: a sequence's first segment begins with `begin`, the last is left out,
+    STORE keeps S and u for each chunk, READ in the place of u what is read out, reading S + scores u; both keep the last state, and begin
+    with `cut` (see below) if CUT. With neither it is to fill `cut`: a sequence's first segment begins with `begin`, the last is left out,
     and those between turn the identity too, in further columns, which nothing is written to.
     """
     PROBE: tl.constexpr = not (STORE or READ)
@@ -149,8 +149,8 @@ def delta_scan_kernel(
             return
         v_start = tl.where(v_start < EDGE, v_start, v_start - EDGE + V)
     first_chunk, chunks, token, last = segment_span(run, segments, table, starts, T, C, PACKED)
-    columns, in_cut = v_start + tl.arange(0, BV), run.to(tl.int64) * H + head
-    state = load_begin(begin, cut, sequence, segment == 0, in_cut, head, v_start, H, K, V, BK, BV, BEGIN, CUT and not PROBE)
+    columns, place, whole_place = v_start + tl.arange(0, BV), run.to(tl.int64) * H + head, sequence.to(tl.int64) * H + head
+    state = load_begin(begin, whole_place, segment == 0, cut, place, v_start, K, V, BK, BV, BEGIN, CUT)
     if PROBE:
         state += tl.where(tl.arange(0, BK)[:, None] == columns[None, :] - V, 1.0, 0.0)
     for n in range(chunks):
@@ -177,10 +177,10 @@ def delta_scan_kernel(
             tl.store(p_u, out.to(u.dtype.element_ty), mask=in_u)
         token += C
     if PROBE:
-        p_end, in_end = state_tile(cut, in_cut, 0, v_start, K, V + K, BK, BV)
+        p_end, in_end = state_tile(cut, place, 0, v_start, K, V + K, BK, BV)
         tl.store(p_end, state, mask=in_end & ((columns < V) | (v_start >= V))[None, :])
     else:
-        p_end, in_end = state_tile(end, sequence.to(tl.int64) * H + head, 0, v_start, K, V, BK, BV)
+        p_end, in_end = state_tile(end, whole_place, 0, v_start, K, V, BK, BV)
         tl.store(p_end, state, mask=in_end & (segment == segments - 1))
 
 
@@ -201,8 +201,8 @@ def delta_scan_back_kernel(
         if segment == 0:
             return
     first_chunk, chunks, token, last = segment_span(run, segments, table, starts, T, C, PACKED)
-    columns, in_cut = v_start + tl.arange(0, BV), run.to(tl.int64) * H + head
-    gradient = load_begin(begin, cut, sequence, segment == segments - 1, in_cut, head, v_start, H, K, V, BK, BV, BEGIN, CUT and STORE)
+    columns, place, whole_place = v_start + tl.arange(0, BV), run.to(tl.int64) * H + head, sequence.to(tl.int64) * H + head
+    gradient = load_begin(begin, whole_place, segment == segments - 1, cut, place, v_start, K, V, BK, BV, BEGIN, CUT)
     first = token + (chunks - 1) * C
     p_u, in_u = tile(d_u, first, tl.minimum(C, last - first).to(tl.int32), head, v_start, H, V, C, BV)
     t_u = tl.load(p_u, mask=in_u & (chunks > 0), other=0.0)
@@ -230,10 +230,10 @@ def delta_scan_back_kernel(
         gradient -= tl.dot(tl.trans(t_e), t_u, input_precision=PRECISION)
         t_u, decay = next_u, next_decay
     if STORE:
-        p_end, in_end = state_tile(end, sequence.to(tl.int64) * H + head, 0, v_start, K, V, BK, BV)
+        p_end, in_end = state_tile(end, whole_place, 0, v_start, K, V, BK, BV)
         tl.store(p_end, gradient, mask=in_end & (segment == 0))
     else:
-        p_end, in_end = state_tile(cut, in_cut, 0, v_start, K, V + K, BK, BV)
+        p_end, in_end = state_tile(cut, place, 0, v_start, K, V + K, BK, BV)
         tl.store(p_end, gradient, mask=in_end & (columns < V)[None, :])
 
 
@@ -261,19 +261,21 @@ def delta_carry_kernel(
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BEGIN: tl.constexpr, REVERSE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What each segment ends with, the first having begun with `begin` and others with nothing, becomes what it begins with.
+    """What each segment ends with, the first having begun with `begin` and those between with nothing, becomes what it begins with.
 
     If REVERSE the segments come from the last to the first. What one ends with is fetched while the one before is at work.
     """
     v_start, sequence, head = channel_block(H, V, BV)
     BLOCKS: tl.constexpr = (K + BK - 1) // BK
     WIDTH: tl.constexpr = V + K
-    first = sequence.to(tl.int64) * segments
-    state = load_columns(begin, sequence.to(tl.int64) * H + head, v_start, BEGIN, K, V, V, BK, BV)
-    ends = load_columns(cut, (first + nth(0, segments, REVERSE)) * H + head, v_start, True, K, V, WIDTH, BK, BV)
-    for n in range(segments - 1):
-        index = (first + nth(n, segments, REVERSE)) * H + head
-        following = (first + nth(n + 1, segments, REVERSE)) * H + head
+    low = sequence.to(tl.int64) * segments
+    first, second = (low + nth(0, segments, REVERSE)) * H + head, (low + nth(1, segments, REVERSE)) * H + head
+    state = load_columns(cut, first, v_start, True, K, V, WIDTH, BK, BV)
+    ends = load_columns(cut, second, v_start, segments > 2, K, V, WIDTH, BK, BV)
+    begins = load_columns(begin, sequence.to(tl.int64) * H + head, v_start, BEGIN, K, V, V, BK, BV)
+    store_columns(cut, first, v_start, begins, K, V, WIDTH, BK, BV)
+    for n in range(1, segments - 1):
+        index, following = (low + nth(n, segments, REVERSE)) * H + head, (low + nth(n + 1, segments, REVERSE)) * H + head
         next_ends = load_columns(cut, following, v_start, n + 2 < segments, K, V, WIDTH, BK, BV)
         store_columns(cut, index, v_start, state, K, V, WIDTH, BK, BV)
         handed = ()
@@ -281,10 +283,10 @@ def delta_carry_kernel(
             total = ends[i]
             for j in tl.static_range(BLOCKS):
                 p_t, in_t = state_tile(cut, index, i * BK, V + j * BK, K, WIDTH, BK, BK)
-                total += tl.dot(tl.load(p_t, mask=in_t & (n > 0), other=0.0), state[j], input_precision=PRECISION)
+                total += tl.dot(tl.load(p_t, mask=in_t, other=0.0), state[j], input_precision=PRECISION)
             handed = beside(handed, total)
         state, ends = handed, next_ends
-    store_columns(cut, (first + nth(segments - 1, segments, REVERSE)) * H + head, v_start, state, K, V, WIDTH, BK, BV)
+    store_columns(cut, (low + nth(segments - 1, segments, REVERSE)) * H + head, v_start, state, K, V, WIDTH, BK, BV)
 
 
 @triton.jit
@@ -387,10 +389,10 @@ def writes(
     return made
 
 
-# Sequences too few to keep the GPU busy are cut into segments, which run at the same time. The first begins with what is given, the others
-# with nothing and with the identity, to know what each does to a state; the last hands nothing on. Then all begin with what the segments
-# before them hand on. `cut` [sequences * segments, heads, key, value + key] has what a segment makes of nothing, later what it begins with;
-# and beside it, for all but the first and the last, the matrix by which it turns any state. Gradients go the other way.
+# Sequences too few to keep the GPU busy are cut into segments, which run at the same time. First to know what they do: the first segment
+# begins with what is given, those between with nothing and with the identity, and the last, which hands nothing on, waits. Then all begin
+# with what is handed to them. `cut` [sequences * segments, heads, key, value + key] has what segments end with, later what they begin with,
+# and beside it, for those between, the matrix by which they turn any state. Gradients go the other way.
 
 
 def carry(cut: Tensor, begin: Tensor | None, x: Tensor, sequences: int, reverse: bool = False) -> None:
@@ -411,7 +413,7 @@ class DeltaScanned(NamedTuple):
     u: Tensor
     """The writes, or what was read out."""
     final: Tensor
-    """The last states, of use only if no `cut` was given."""
+    """The last states."""
     cut: Tensor
     """Empty for whole sequences."""
 
@@ -428,18 +430,19 @@ def delta_scan(
         cut = new(cut_shape(written.erase, written.fresh, layout), dtype=torch.float32)
     segments, shape = cut.shape[0] // runs or 1, shape_arguments(written.erase, layout) | {"V": value}
 
-    def launch(kernel: str, begin: Tensor | None, store: bool = False, read: bool = False) -> None:
+    def launch(kernel: str, probe: bool) -> None:
         tiles, _ = spread(kernel, written.erase, written.fresh, layout, NARROWEST)
-        blocks = triton.cdiv(value, tiles["BV"]) + (0 if store or read else triton.cdiv(key, tiles["BV"]))
+        blocks = triton.cdiv(value, tiles["BV"]) + triton.cdiv(key, tiles["BV"]) * probe
+        kind = {"STORE": not probe and not read, "READ": not probe and read, "CUT": not probe and segments > 1}
         delta_scan_kernel[(runs * segments * heads * blocks,)](
-            prepared.reading, prepared.writing, prepared.scores, written.erase, written.fresh, prepared.whole, begin, cut, states, u, final,
-            layout.table, layout.starts, segments, **shape, BEGIN=begin is not None, STORE=store, READ=read, CUT=segments > 1, **tiles,
+            prepared.reading, prepared.writing, prepared.scores, written.erase, written.fresh, prepared.whole, initial, cut, states, u,
+            final, layout.table, layout.starts, segments, **shape, **kind, BEGIN=initial is not None and not kind["CUT"], **tiles,
         )  # fmt: skip
 
     if made and segments > 1:
-        launch("delta_scan", initial)
+        launch("delta_scan", probe=True)
         carry(cut, initial, u, runs)
-    launch("delta_read_scan" if read else "delta_scan", initial, store=not read, read=read)
+    launch("delta_read_scan" if read else "delta_scan", probe=False)
     return DeltaScanned(states, u, final, cut)
 
 
@@ -452,19 +455,21 @@ def delta_scan_back(
     d_initial = d_o.new_empty(runs, heads, key, value, dtype=torch.float32)
     segments, shape = cut.shape[0] // runs or 1, shape_arguments(written.erase, layout) | {"V": value}
     tiles, _ = spread("delta_scan_back", written.erase, d_o, layout, NARROWEST)
-    turned = torch.empty_like(cut)  # gradients take the states' place, and are turned by the transposed matrices
 
-    def launch(store: bool) -> None:
+    def launch(cut: Tensor, probe: bool) -> None:
         delta_scan_back_kernel[(runs * segments * heads * triton.cdiv(value, tiles["BV"]),)](
-            prepared.reading, prepared.writing, written.erase, d_o, prepared.whole, d_final, turned, d_states, d_u, d_initial, layout.table,
-            layout.starts, segments, **shape, BEGIN=d_final is not None, STORE=store, CUT=segments > 1, **tiles,
+            prepared.reading, prepared.writing, written.erase, d_o, prepared.whole, d_final, cut, d_states, d_u, d_initial, layout.table,
+            layout.starts, segments, **shape, BEGIN=d_final is not None and (probe or segments == 1), STORE=not probe,
+            CUT=not probe and segments > 1, **tiles,
         )  # fmt: skip
 
     if segments > 1:
+        turned = torch.empty_like(cut)  # gradients take the states' place, and are turned by the transposed matrices
         turned[..., value:] = cut[..., value:].mT
-        launch(store=False)
+        launch(turned, probe=True)
         carry(turned, d_final, d_o, runs, reverse=True)
-    launch(store=True)
+        cut = turned
+    launch(cut, probe=False)
     return d_states, d_initial
 
 
