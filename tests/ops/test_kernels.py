@@ -258,14 +258,15 @@ def test_gates_save_nothing_but_themselves(name: str) -> None:
 
 @here
 @pytest.mark.parametrize("name", SPECS)
-def test_compiled_and_eager_agree_without_a_graph_break(name: str) -> None:
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compiled_and_eager_agree_without_a_graph_break(name: str, dynamic: bool | None) -> None:
     inputs = inputs_of(name, BOTH)
     spec = SPECS[name]
 
     def call(**x):  # type: ignore[no-untyped-def]
         return spec.function(**x, return_state=True, backend="triton")
 
-    eager, compiled = spec.evaluate(inputs, call), spec.evaluate(inputs, torch.compile(call, fullgraph=True))
+    eager, compiled = spec.evaluate(inputs, call), spec.evaluate(inputs, torch.compile(call, fullgraph=True, dynamic=dynamic))
     for key, x in compiled.items():
         assert distance(x, eager[key]) <= 1e-6, key
 

@@ -571,8 +571,10 @@ def gated_delta_rule(
     if (why := too_wide_for_the_gpu(q)) is not None:
         raise ValueError(f"backend 'triton': {why}; use 'chunkwise' or bfloat16")
     if normalize_qk:
-        compiling = torch.compiler.is_compiling()
-        q, k = (recomputed(plain_unit_length, x) if compiling else triton_unit.unit_length(x, EPS) for x in (q, k))
+        if torch.compiler.is_compiling():
+            q, k = recomputed(lambda *x: tuple(map(plain_unit_length, x)), q, k)
+        else:
+            q, k = triton_unit.unit_length(q, EPS), triton_unit.unit_length(k, EPS)
     groups = v.shape[2] // q.shape[2]
     if groups > 1:
         q, k = q.repeat_interleave(groups, dim=2), k.repeat_interleave(groups, dim=2)
