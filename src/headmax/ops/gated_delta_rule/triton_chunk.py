@@ -113,17 +113,25 @@ def delta_writes_kernel(
 
 
 @triton.jit
+def load_columns(base, index, v_start, there, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """Some of the first V columns of matrix number `index` in [..., K, WIDTH], in blocks of BK rows; zeros unless it is `there`."""
+    blocks = ()
+    for i in tl.static_range((K + BK - 1) // BK):
+        p_b, in_b = state_tile(base, index, i * BK, v_start, K, WIDTH, BK, BV)
+        blocks = beside(blocks, tl.load(p_b, mask=in_b & ((v_start + tl.arange(0, BV) < V) & there)[None, :], other=0.0).to(tl.float32))
+    return blocks
+
+
+@triton.jit
 def load_begin(
     begin, sequence, known, cut, run, v_start,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BEGIN: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """Some columns of what a segment begins with: what `cut` has for it, or, if `known`, what `begin` has for its sequence, else zeros."""
     if CUT:
-        pointers, inside = state_tile(cut, run, 0, v_start, K, V + K, BK, BV)
-        return tl.load(pointers, mask=inside & (v_start + tl.arange(0, BV) < V)[None, :], other=0.0)
+        return load_columns(cut, run, v_start, True, K, V, V + K, BK, BV)[0]
     elif BEGIN:
-        pointers, inside = state_tile(begin, sequence, 0, v_start, K, V, BK, BV)
-        return tl.load(pointers, mask=inside & known, other=0.0).to(tl.float32)
+        return load_columns(begin, sequence, v_start, known, K, V, V, BK, BV)[0]
     else:
         return tl.zeros([BK, BV], tl.float32)
 
@@ -235,16 +243,6 @@ def delta_scan_back_kernel(
     else:
         p_end, in_end = state_tile(cut, place, 0, v_start, K, V + K, BK, BV)
         tl.store(p_end, gradient, mask=in_end & (columns < V)[None, :])
-
-
-@triton.jit
-def load_columns(base, index, v_start, there, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
-    """Some of the first V columns of matrix number `index` in [..., K, WIDTH], in blocks of BK rows; zeros unless it is `there`."""
-    blocks = ()
-    for i in tl.static_range((K + BK - 1) // BK):
-        p_b, in_b = state_tile(base, index, i * BK, v_start, K, WIDTH, BK, BV)
-        blocks = beside(blocks, tl.load(p_b, mask=in_b & ((v_start + tl.arange(0, BV) < V) & there)[None, :], other=0.0).to(tl.float32))
-    return blocks
 
 
 @triton.jit
@@ -433,10 +431,11 @@ def delta_scan(
     def launch(kernel: str, probe: bool) -> None:
         tiles, _ = spread(kernel, written.erase, written.fresh, layout, NARROWEST)
         blocks = triton.cdiv(value, tiles["BV"]) + triton.cdiv(key, tiles["BV"]) * probe
-        kind = {"STORE": not probe and not read, "READ": not probe and read, "CUT": not probe and segments > 1}
+        begun = not probe and segments > 1
         delta_scan_kernel[(runs * segments * heads * blocks,)](
             prepared.reading, prepared.writing, prepared.scores, written.erase, written.fresh, prepared.whole, initial, cut, states, u,
-            final, layout.table, layout.starts, segments, **shape, **kind, BEGIN=initial is not None and not kind["CUT"], **tiles,
+            final, layout.table, layout.starts, segments, **shape, BEGIN=initial is not None and not begun, STORE=not (probe or read),
+            READ=read and not probe, CUT=begun, **tiles,
         )  # fmt: skip
 
     if made and segments > 1:
@@ -457,10 +456,10 @@ def delta_scan_back(
     tiles, _ = spread("delta_scan_back", written.erase, d_o, layout, NARROWEST)
 
     def launch(cut: Tensor, probe: bool) -> None:
+        begun = not probe and segments > 1
         delta_scan_back_kernel[(runs * segments * heads * triton.cdiv(value, tiles["BV"]),)](
             prepared.reading, prepared.writing, written.erase, d_o, prepared.whole, d_final, cut, d_states, d_u, d_initial, layout.table,
-            layout.starts, segments, **shape, BEGIN=d_final is not None and (probe or segments == 1), STORE=not probe,
-            CUT=not probe and segments > 1, **tiles,
+            layout.starts, segments, **shape, BEGIN=d_final is not None and not begun, STORE=not probe, CUT=begun, **tiles,
         )  # fmt: skip
 
     if segments > 1:
