@@ -75,7 +75,7 @@ CANDIDATES: dict[str, dict[str, dict[str, list[Tiles]]]] = {
         "query_key_gradients_kernel": {"query_key_gradients": DEEP},
     },
     "gla": {
-        "prepare_channel_kernel": {"prepare_channel": [*SMALL, [64, 64, 4, 1, 168]]},
+        "prepare_channel_kernel": {"prepare_channel": [*SMALL, [64, 64, 4, 1, 168], [128, 64, 4, 1, 0], [128, 64, 4, 1, 168]]},
         "scan_kernel": {"scan": GEMM, "read_scan": WHOLE},
         "combine_kernel": {"combine": GEMM},
         "query_key_gradients_kernel": {"query_key_gradients_channel": DEEP},
@@ -89,8 +89,8 @@ CANDIDATES: dict[str, dict[str, dict[str, list[Tiles]]]] = {
     },
 }
 """For each op the kernels it decides on, their names in the table, one for each use, and what to try; the delta rule shares the others."""
-UNTRIED = ("delta_carry",)
-"""In the table too, but not run at the batch that is timed."""
+UNTRIED = ("delta_carry", "prepare_exact")
+"""In the table too, but not run, or with nothing to do, on what is timed."""
 
 
 STANDING = copy.deepcopy(triton_tiles.TABLE)

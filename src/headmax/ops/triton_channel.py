@@ -9,8 +9,8 @@ every pair of tokens meets once, and no factor is above 1. Where blocks of 32 de
 come before halves of 32; where those do, they are single tokens, and halves of 1, 2, 4, ... come first. That is exact for any decay. It
 takes longer, so it is done (EXACT) only for the chunks that need it; trained models have them.
 
-All decays are differences of running sums: float32, or float64 for float32 inputs. Where there are several products, and in the backward
-pass, they lie in memory, to be read wherever a boundary is.
+All decays are differences of running sums: float32, or float64 for float32 inputs. Where there are several products, these lie in memory,
+to be read wherever a boundary is; of mild chunks b - half does, for the backward pass.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import triton.language as tl
 
 from headmax.ops.packing import CHUNK
 from headmax.ops.triton_common import base_2, causal_mask, chunk_span, row_values, tile
-from headmax.ops.triton_scan import load_decays
 
 MILD = tl.constexpr(120 * math.log2(math.e))
 """A decay of exp(-120), split in two, leaves factors of at most exp(60): float32's and bfloat16's range has room for queries and keys."""
@@ -35,8 +34,18 @@ SIZES = tl.constexpr(CHUNK.bit_length() - 1)
 
 
 @triton.jit
+def weighted_sums(weights, x):
+    """weights x on the matrix units, for weights that bfloat16 holds, of x [C, ...] in two parts that keep 16 bits.
+
+    The first part is cut off, not rounded: that takes one instruction, and the second has all that is left.
+    """
+    high = (x.to(tl.int32, bitcast=True) & -(2**16)).to(tl.float32, bitcast=True)
+    return tl.dot(weights, high.to(tl.bfloat16), tl.dot(weights, (x - high).to(tl.bfloat16)))
+
+
+@triton.jit
 def sums_from_the_end(x, C: tl.constexpr, PRECISION: tl.constexpr):
-    """Sums of the rows of x [C, ...] from each on, by the matrix units, in three parts that keep 24 bits.
+    """Sums of the rows of x [C, ...] from each on.
 
     For float32 inputs one by one: the matrix units cut off what they add instead of rounding it, which a long sum shows.
     """
@@ -44,11 +53,20 @@ def sums_from_the_end(x, C: tl.constexpr, PRECISION: tl.constexpr):
         return tl.cumsum(x, 0, reverse=True)
     else:
         rows = tl.arange(0, C)
-        ones, high = (rows[:, None] <= rows[None, :]).to(tl.float32).to(tl.bfloat16), x.to(tl.bfloat16)
-        x -= high.to(tl.float32)
-        middle = x.to(tl.bfloat16)
-        low = (x - middle.to(tl.float32)).to(tl.bfloat16)
-        return tl.dot(ones, high, tl.dot(ones, middle, tl.dot(ones, low)))
+        return weighted_sums((rows[:, None] <= rows[None, :]).to(tl.float32).to(tl.bfloat16), x)
+
+
+@triton.jit
+def sums_around_half(x, C: tl.constexpr, PRECISION: tl.constexpr):
+    """Running sums of the rows of x [C, ...] less half of the whole sum; for float32 inputs one by one.
+
+    They are exponents: where 16 bits of one are too few, what decays by it has vanished.
+    """
+    if PRECISION == "tf32x3":
+        return tl.cumsum(x, 0) - 0.5 * tl.sum(x, 0)[None, :]
+    else:
+        rows = tl.arange(0, C)
+        return weighted_sums(tl.where(rows[:, None] >= rows[None, :], 0.5, -0.5).to(tl.bfloat16), x)
 
 
 @triton.jit
@@ -59,15 +77,8 @@ def sums_at(sums, rows, first, count, head, k_start, H: tl.constexpr, K: tl.cons
 
 
 @triton.jit
-def mild_exponents(sums, whole, index, first, count, head, k_start, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr):
-    """What the tokens of a mild chunk read through, as powers of two [C, BK]; what they write through differs by its sign alone."""
-    half = 0.5 * load_decays(whole, index, True, k_start, K, BK, True)
-    return (sums_at(sums, tl.arange(0, C), first, count, head, k_start, H, K, BK) - half[None, :]).to(tl.float32)
-
-
-@triton.jit
 def exact_exponents(sums, first, count, head, k_start, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr):
-    """What the tokens of any other chunk read and write through, as powers of two [C, BK]."""
+    """What the tokens of a chunk that is not mild read and write through, as powers of two [C, BK]."""
     b = sums_at(sums, tl.arange(0, C), first, count, head, k_start, H, K, BK)
     last = sums_at(sums, tl.arange(0, 1) + C, first, count, head, k_start, H, K, BK)
     return b.to(tl.float32), (last - b).to(tl.float32)
@@ -166,7 +177,7 @@ def prepare_channel_kernel(
     """What `prepare` makes of a chunk with a decay per channel, and whether it is mild: its decays mild enough for one product, and its
     gates large enough to divide their gradients out of that product's. If it is not, all is left to EXACT, which does it over again.
 
-    The backward pass has scores transposed, and keeps the running sums.
+    The backward pass has scores transposed, and keeps in `sums` what it would have to sum again.
     """
     chunk, head = tl.program_id(0), tl.program_id(1)
     first, count = chunk_span(chunk, table, T, C, PACKED)
@@ -176,7 +187,7 @@ def prepare_channel_kernel(
             return
     read = row_values(read_gate, first, count, head, H, C, READ) * scale
     write = row_values(write_gate, first, count, head, H, C, WRITE)
-    products, lowest = tl.zeros([C, C], tl.float32), tl.zeros([BK], tl.float32)
+    rows, products, steepest = tl.arange(0, C)[:, None], tl.zeros([C, C], tl.float32), tl.zeros([C], tl.float32)
     if EXACT:
         for k_start in range(0, K, BK):
             p_g, inside = tile(log_decay, first, count, head, k_start, H, K, C, BK)
@@ -193,15 +204,17 @@ def prepare_channel_kernel(
             products += exact_scores(q, k, read[:, None], write[:, None], sums, first, count, head, k_start, H, K, C, BK, PRECISION)
         else:
             p_g, in_g = tile(log_decay, first, count, head, k_start, H, K, C, BK)
-            step, columns = base_2(tl.load(p_g, mask=inside, other=0.0).to(sums.dtype.element_ty)), k_start + tl.arange(0, BK)
-            total, b = tl.sum(step, 0).to(tl.float32), tl.cumsum(step, 0)
-            tl.store(whole + index * K + columns, total, mask=columns < K)
-            lowest = tl.minimum(lowest, total)
+            t_g = tl.load(p_g, mask=inside, other=0.0)
+            if K <= BK:
+                tl.debug_barrier()  # or queries and keys would be asked for when decays have come
+            reads = sums_around_half(base_2(t_g.to(sums.dtype.element_ty)), C, PRECISION).to(tl.float32)
+            writes = -reads
+            steepest = tl.maximum(steepest, tl.max(tl.abs(reads), 1))
+            columns = k_start + tl.arange(0, BK)[None, :]
+            tl.store(whole + index * K + (0 * rows + columns), 2.0 * reads, mask=(rows == C - 1) & (columns < K))
             if BACKWARD:
                 p_s, in_s = tile(sums, first, count, head, k_start, H, K, C, BK)
-                tl.store(p_s, b, mask=inside)
-            reads = (b - 0.5 * total[None, :]).to(tl.float32)
-            writes = -reads
+                tl.store(p_s, reads.to(sums.dtype.element_ty), mask=inside)
         gated_q = (t_q.to(tl.float32) * read[:, None] * tl.exp2(reads)).to(t_q.dtype)
         gated_k = (t_k.to(tl.float32) * write[:, None] * tl.exp2(writes)).to(t_k.dtype)
         if not EXACT:
@@ -211,9 +224,8 @@ def prepare_channel_kernel(
         tl.store(p_r, gated_q, mask=inside)
         tl.store(p_w, gated_k, mask=inside)
     if not EXACT:
-        large = tl.minimum(tl.abs(row_values(read_gate, first, count, head, H, C, READ)), tl.abs(write)) > SMALL_GATE
-        divisible = (tl.min(large.to(tl.int32), 0) != 0) & (scale != 0.0)
-        tl.store(mild + index, tl.where(divisible & (tl.min(lowest, 0) > -MILD), 1, 0))
+        large = tl.minimum(tl.abs(read), tl.abs(write * scale)) > tl.abs(scale) * SMALL_GATE
+        tl.store(mild + index, tl.min((large & (steepest < 0.5 * MILD)).to(tl.int32), 0))
     products = tl.where(causal_mask(count, C), products, 0.0).to(scores.dtype.element_ty)
     p_a, in_a = tile(scores, first, count, head, 0, H, C, C, C)
     tl.store(p_a, tl.trans(products) if BACKWARD else products, mask=in_a)

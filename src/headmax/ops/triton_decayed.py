@@ -30,8 +30,8 @@ from headmax.ops.packing import CHUNK, Packing
 from headmax.ops.triton_channel import (
     add_exact_score_gradients,
     exact_exponents,
-    mild_exponents,
     prepare_channel_kernel,
+    sums_at,
     sums_from_the_end,
 )
 from headmax.ops.triton_common import (
@@ -184,7 +184,7 @@ def query_key_gradients_kernel(
             if DECAY_GRADIENT:
                 tl.store(p_g, sums_from_the_end(each, C, PRECISION) + state_leaves[None, :], mask=inside)
             if not EXACT:
-                reads = laid_like(mild_exponents(sums, whole, index, first, count, head, k_start, H, K, C, BK), g_q)
+                reads = laid_like(sums_at(sums, rows, first, count, head, k_start, H, K, BK).to(tl.float32), g_q)
                 g_q *= tl.exp2(reads)
                 g_k *= tl.exp2(-reads)
         else:
@@ -241,7 +241,8 @@ class Prepared(NamedTuple):
     mild: Tensor
     """[chunks, heads] whether decays and gates are such that one product does, for a decay per channel, else empty."""
     sums: Tensor
-    """[batch, time, heads, key] running sums of each chunk's log-decays, for a decay per channel, else empty; forwards of few chunks."""
+    """[batch, time, heads, key] for a decay per channel, else empty: the running sums of a chunk's log-decays, or, of a mild chunk, what
+    its tokens read through, which only the backward pass has."""
 
 
 def prepare(
@@ -267,10 +268,10 @@ def prepare(
             DECAY=decay_kind(log_decay), **options, **tile_arguments("prepare", q, key),
         )  # fmt: skip
         return made
-    for exact in (False, True):
+    for tiles in ("prepare_channel", "prepare_exact"):
         prepare_channel_kernel[per_chunk](
             q, k, log_decay, read_gate, write_gate, made.sums, made.reading, made.writing, made.scores, made.whole, made.mild, layout.table,
-            scale, EXACT=exact, **options, **tile_arguments("prepare_channel", q, key),
+            scale, EXACT=tiles == "prepare_exact", **options, **tile_arguments(tiles, q, key),
         )  # fmt: skip
     return made
 
