@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -32,6 +33,11 @@ def kernels() -> str:
     return "\n".join([*lines, "", f"B=1 T=4096 H=4 K=128 V=256 float32, {peer.device}, commit {peer.commit}."])
 
 
+def percent(ratio: float, low: float, high: float) -> str:
+    """How far a ratio and its interval are above 1."""
+    return "{:+.1f}% ({:+.1f} to {:+.1f})".format(*(100 * (x - 1) for x in (ratio, low, high)))
+
+
 def kernels_gpu() -> str:
     """The ops on a GPU as they are now, beside the peer's in the last run that had both, and what gates add."""
     found = list(records.read(records.RESULTS / "kernels_h200.jsonl"))
@@ -50,16 +56,19 @@ def kernels_gpu() -> str:
     for op in dict.fromkeys(op for impl, op, _ in now if impl == "headmax"):
         peer = [now["fla", op, metric] for metric in ("forward", "forward+backward")]
         mine, beside = [now["headmax", op, r.metric.split("/")[1]] for r in peer], [ours[r.metric, r.commit] for r in peer]
-        gates = now["headmax", op, "gated over plain"]
-        low, high = (f"{100 * (edge - 1):+.1f}" for edge in gates.extra["interval"])
-        cells = [f"{op}, {gates.case}", "; ".join(f"{r.value:.2f}" for r in mine), f"{100 * (gates.value - 1):+.1f}% ({low} to {high})"]
+        last = now["headmax", op, "gated over plain"]
+        gates = [r for r in found if (r.metric, r.commit) == (last.metric, last.commit)]  # one a process
+        middle = statistics.median(r.value for r in gates)
+        low, high = min(r.extra["interval"][0] for r in gates), max(r.extra["interval"][1] for r in gates)
+        cells = [f"{op}, {last.case}", "; ".join(f"{r.value:.2f}" for r in mine), percent(middle, low, high) + f" [{len(gates)}]"]
         cells += [
-            "; ".join(dict.fromkeys(r.commit[:7] for r in (*mine, gates))),
+            "; ".join(dict.fromkeys(r.commit[:7] for r in (*mine, last))),
             *("; ".join(f"{r.value:.2f}" for r in run) for run in (beside, peer)),
         ]
         cells += ["; ".join(f"{b.value / a.value:.2f}x" for a, b in zip(beside, peer, strict=True)), peer[0].commit[:7]]
         lines.append(f"| {' | '.join(cells)} |")
-    note = "bfloat16; with gates: forward + backward, median of interleaved pairs with its 95% interval."
+    note = "bfloat16; with gates: forward + backward, median of interleaved pairs with its 95% interval; in square brackets in how many\n"
+    note += "processes: of several, the median and the widest interval. They differ by more than their intervals."
     return "\n".join([*lines, "", f"{note} {found[0].device}."])
 
 
@@ -78,9 +87,8 @@ def steps() -> str:
             return "; ".join("–" if record is None else f"{record.value:{form}}" for record in both)
 
         speed, gates = "tokens per second", values[case, "headmax", "softmax over plain/time"]
-        low, high = (f"{100 * (edge - 1):+.1f}" for edge in gates.extra["interval"])
         ours, theirs = (values[case, impl, f"softmax/{speed}"] for impl in ("headmax", "fla"))
-        cells = [recipe, pair("headmax", speed, ",.0f"), f"{100 * (gates.value - 1):+.1f}% ({low} to {high})"]
+        cells = [recipe, pair("headmax", speed, ",.0f"), percent(gates.value, *gates.extra["interval"])]
         cells += [pair("headmax", "peak memory", ".1f"), pair("headmax", "MFU", ".0%"), pair("fla", speed, ",.0f")]
         cells += [pair("fla", "peak memory", ".1f"), f"{ours.value / theirs.value:.2f}x"]
         lines.append(f"| {' | '.join([*cells, '; '.join(dict.fromkeys(r.commit[:7] for r in (ours, gates, theirs)))])} |")
@@ -198,6 +206,19 @@ def gate_cost() -> str:
     return "\n".join([*lines, "", f"{note} Kernels to which gates add less than 1 us are in the sums alone."])
 
 
+def profile() -> str:
+    """What each kernel of GLA keeps busy."""
+    found = list(records.read(records.RESULTS / "profile_h200.jsonl"))
+    shown = {"DRAM bytes": "{:.0f}", "DRAM": "{:.0%}", "L2 bytes": "{:.0f}", "L2": "{:.0%}", "issue slots": "{:.0%}", "warps": "{:.1f}"}
+    columns = ["kernel", "us", "MB of memory", "of its bandwidth", "MB through the L2", "of its throughput", "issue slots", "warps"]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for r in found:
+        cells = [form.format(r.extra[name] / (1e6 if "bytes" in name else 1)) for name, form in shown.items()]
+        lines.append(f"| {' | '.join([r.metric.split('/')[1], f'{r.value:.0f}', *cells])} |")
+    note = f"gla with gates, B=8 T=4096 H=4, {found[0].device}, commit {found[0].commit[:7]}, counted by Nsight Compute;"
+    return "\n".join([*lines, "", f"{note} issue slots in use\nand warps that are there, of each of a multiprocessor's four schedulers."])
+
+
 def step_time() -> str:
     """Where a training step's time goes, without gates and with."""
     found = [r for r in records.read(records.RESULTS / "train_h200.jsonl") if r.impl == "headmax" and "/device time/" in r.metric]
@@ -222,6 +243,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "kernels_gpu": kernels_gpu,
     "steps": steps,
     "gate_cost": gate_cost,
+    "profile": profile,
     "step_time": step_time,
     "decoding": decoding,
     "gates": gates,
