@@ -184,6 +184,18 @@ def test_decays_over_a_chunk_near_the_range_of_float32(step: float, dtype: torch
 
 
 @here
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_growth_and_decay_within_a_chunk_are_no_steep_decay(dtype: torch.dtype) -> None:
+    """What grows by exp(62) and decays by as much two tokens later: the whole chunk does neither."""
+    inputs = inputs_of("gla", BOTH, dtype)
+    inputs["log_decay"].zero_()[:, 10] = 62.0
+    inputs["log_decay"][:, 12] = -62.0
+    expected, found = SPECS["gla"].oracle(inputs), run(SPECS["gla"], inputs, "triton")
+    for key, x in found.items():
+        assert distance(x, expected[key]) <= (2e-5 if dtype == torch.float32 else 1e-2), key
+
+
+@here
 def test_decays_in_bfloat16_get_their_gradient_so() -> None:
     inputs = inputs_of("gla", BOTH, torch.bfloat16)
     inputs["log_decay"] = inputs["log_decay"].bfloat16()

@@ -71,7 +71,7 @@ def sums_around_half(x, C: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def sums_at(sums, rows, first, count, head, k_start, H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
-    """The running sums of a chunk at these rows, or at its last if it is shorter [rows, BK]."""
+    """What `sums` has of a chunk at these rows, or at its last if it is shorter [rows, BK]."""
     at, columns = tl.minimum(rows, count - 1)[:, None], k_start + tl.arange(0, BK)[None, :]
     return tl.load(sums + (first * H + head) * K + (at * (H * K) + columns), mask=columns < K, other=0.0)
 
@@ -144,7 +144,7 @@ def add_exact_score_gradients(
     H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds to the gradients of gated queries and keys [C, BK] those through masked d_scores [C, C], and to `each` their q g_q - k g_k,
-    whose terms for a pair cancel to the last bit.
+    where the two terms of a pair are the same to the last bit.
 
     Registers are short here: what is loaded within the loop is meant to be loaded each time.
     """
@@ -187,7 +187,7 @@ def prepare_channel_kernel(
             return
     read = row_values(read_gate, first, count, head, H, C, READ) * scale
     write = row_values(write_gate, first, count, head, H, C, WRITE)
-    rows, products, steepest = tl.arange(0, C)[:, None], tl.zeros([C, C], tl.float32), tl.zeros([C], tl.float32)
+    rows, products, steepest = tl.arange(0, C), tl.zeros([C, C], tl.float32), tl.zeros([C], tl.float32)
     if EXACT:
         for k_start in range(0, K, BK):
             p_g, inside = tile(log_decay, first, count, head, k_start, H, K, C, BK)
@@ -209,9 +209,10 @@ def prepare_channel_kernel(
                 tl.debug_barrier()  # or queries and keys would be asked for when decays have come
             reads = sums_around_half(base_2(t_g.to(sums.dtype.element_ty)), C, PRECISION).to(tl.float32)
             writes = -reads
-            steepest = tl.maximum(steepest, tl.max(tl.abs(reads), 1))
+            steepest = tl.maximum(steepest, tl.max(-reads, 1))
             columns = k_start + tl.arange(0, BK)[None, :]
-            tl.store(whole + index * K + (0 * rows + columns), 2.0 * reads, mask=(rows == C - 1) & (columns < K))
+            p_t = tl.broadcast_to(whole + index * K + columns, (C, BK))
+            tl.store(p_t, 2.0 * reads, mask=(rows == C - 1)[:, None] & (columns < K))
             if BACKWARD:
                 p_s, in_s = tile(sums, first, count, head, k_start, H, K, C, BK)
                 tl.store(p_s, reads.to(sums.dtype.element_ty), mask=inside)
@@ -225,7 +226,8 @@ def prepare_channel_kernel(
         tl.store(p_w, gated_k, mask=inside)
     if not EXACT:
         large = tl.minimum(tl.abs(read), tl.abs(write * scale)) > tl.abs(scale) * SMALL_GATE
-        tl.store(mild + index, tl.min((large & (steepest < 0.5 * MILD)).to(tl.int32), 0))
+        soft = (steepest < 0.5 * MILD) | (rows < C - 1)  # the last row has half of the chunk's decay
+        tl.store(mild + index, tl.min((large & soft).to(tl.int32), 0))
     products = tl.where(causal_mask(count, C), products, 0.0).to(scores.dtype.element_ty)
     p_a, in_a = tile(scores, first, count, head, 0, H, C, C, C)
     tl.store(p_a, tl.trans(products) if BACKWARD else products, mask=in_a)

@@ -268,10 +268,11 @@ def prepare(
             DECAY=decay_kind(log_decay), **options, **tile_arguments("prepare", q, key),
         )  # fmt: skip
         return made
-    for tiles in ("prepare_channel", "prepare_exact"):
+    for exact in (False, True):  # float32's tiles are as large as those of the exact form
+        tiles = tile_arguments("prepare_exact" if exact or q.dtype == torch.float32 else "prepare_channel", q, key)
         prepare_channel_kernel[per_chunk](
             q, k, log_decay, read_gate, write_gate, made.sums, made.reading, made.writing, made.scores, made.whole, made.mild, layout.table,
-            scale, EXACT=tiles == "prepare_exact", **options, **tile_arguments(tiles, q, key),
+            scale, EXACT=exact, **options, **tiles,
         )  # fmt: skip
     return made
 

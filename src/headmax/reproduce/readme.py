@@ -57,7 +57,7 @@ def kernels_gpu() -> str:
         peer = [now["fla", op, metric] for metric in ("forward", "forward+backward")]
         mine, beside = [now["headmax", op, r.metric.split("/")[1]] for r in peer], [ours[r.metric, r.commit] for r in peer]
         last = now["headmax", op, "gated over plain"]
-        gates = [r for r in found if (r.metric, r.commit) == (last.metric, last.commit)]  # one a process
+        gates = [r for r in found if (r.case, r.metric, r.commit) == (last.case, last.metric, last.commit)]  # one a process
         middle = statistics.median(r.value for r in gates)
         low, high = min(r.extra["interval"][0] for r in gates), max(r.extra["interval"][1] for r in gates)
         cells = [f"{op}, {last.case}", "; ".join(f"{r.value:.2f}" for r in mine), percent(middle, low, high) + f" [{len(gates)}]"]
@@ -68,7 +68,7 @@ def kernels_gpu() -> str:
         cells += ["; ".join(f"{b.value / a.value:.2f}x" for a, b in zip(beside, peer, strict=True)), peer[0].commit[:7]]
         lines.append(f"| {' | '.join(cells)} |")
     note = "bfloat16; with gates: forward + backward, median of interleaved pairs with its 95% interval; in square brackets in how many\n"
-    note += "processes: of several, the median and the widest interval. They differ by more than their intervals."
+    note += "processes: of several, the median, and from the lowest edge of an interval to the highest."
     return "\n".join([*lines, "", f"{note} {found[0].device}."])
 
 
