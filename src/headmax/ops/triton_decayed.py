@@ -268,7 +268,7 @@ def prepare(
             DECAY=decay_kind(log_decay), **options, **tile_arguments("prepare", q, key),
         )  # fmt: skip
         return made
-    for exact in (False, True):  # float32's tiles are as large as those of the exact form
+    for exact in (False, True):  # float32 numbers need as much room as the exact form does
         tiles = tile_arguments("prepare_exact" if exact or q.dtype == torch.float32 else "prepare_channel", q, key)
         prepare_channel_kernel[per_chunk](
             q, k, log_decay, read_gate, write_gate, made.sums, made.reading, made.writing, made.scores, made.whole, made.mild, layout.table,
