@@ -1,5 +1,7 @@
 import importlib.util
 import os
+import subprocess
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,6 +17,14 @@ if not torch.cuda.is_available():
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)  # the workers are two
 settings.register_profile("default", deadline=None, derandomize=True, max_examples=25)
 settings.load_profile("default")
+
+
+@pytest.fixture
+def called() -> Callable[..., subprocess.CompletedProcess]:
+    """`headmax` in this process: its exit code, output and errors."""
+    from tests.command_line import run
+
+    return run
 
 
 @pytest.fixture

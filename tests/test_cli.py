@@ -1,53 +1,68 @@
 """The command line, as a user runs it."""
 
+import inspect
+import re
+import resource
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from headmax import records
-from headmax.cli.app import commands, main
-from headmax.demo import recall as demo
+from headmax.cli.run import load
+from headmax_cli.commands import COMMANDS, FAMILIES, GROUPS
+from tests.command_line import Called, help_texts
+
+SNAPSHOT = Path(__file__).parent / "help.txt"
 
 
-def headmax(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "headmax", *arguments], capture_output=True, text=True, check=False)
+def headmax(*arguments: str, **options: object) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "headmax_cli", *arguments], capture_output=True, text=True, check=False, **options)  # type: ignore[call-overload]
 
 
-Called = Callable[..., subprocess.CompletedProcess]
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_does_what_its_line_says(name: str) -> None:
+    """The line of `headmax --help` is the first of the function's docstring, and every option is explained."""
+    command = COMMANDS[name]
+    function = load(command, [])
+    documentation = inspect.getdoc(function) or ""
+    assert documentation.splitlines()[0] == command.about
+    assert command.about.endswith(".")
+    described = set(re.findall(r"^    (\w+): ", documentation, flags=re.MULTILINE))
+    assert described >= set(inspect.signature(function).parameters) - {"config", "model"}
 
 
-@pytest.fixture
-def called(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Called:
-    """`headmax` in this process, which has imported everything."""
-
-    def call(*arguments: str) -> subprocess.CompletedProcess:
-        monkeypatch.setattr(sys, "argv", ["headmax", *arguments])
-        code: object = 0
-        try:
-            main()
-        except SystemExit as end:
-            code = end.code
-        said = capsys.readouterr()
-        return subprocess.CompletedProcess(arguments, int(str(code)), said.out, said.err)
-
-    return call
+def test_help_texts_are_as_reviewed() -> None:
+    """After a deliberate change: python -m tests.command_line > tests/help.txt"""
+    assert help_texts() == SNAPSHOT.read_text()
 
 
-COMMANDS = [[name] for name in commands([])]
-COMMANDS += [[name, member] for name, command in commands([]).items() if isinstance(command, tuple) for member in command[1]]
+def test_help_and_version_start_in_a_blink() -> None:
+    for arguments in (["--help"], ["--version"], ["bench"], ["trian"]):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        for _ in range(5):
+            done = headmax(*arguments)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) / 5 < 0.3
+        assert done.returncode == (2 if arguments == ["trian"] else 0)
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_every_command_has_help(command: list[str], called: Called) -> None:
-    done = called(*command, "--help")
-    assert done.returncode == 0
-    usage, about = done.stdout.split("\n\n")[:2]
-    assert usage.startswith(f"usage: headmax {' '.join(command)} [-h]")
-    assert about.endswith("."), about
+def test_only_running_a_command_imports_torch() -> None:
+    code = "import sys; sys.argv = ['headmax', '--help']\ntry:\n    import headmax_cli; headmax_cli.main()\nfinally:\n"
+    done = subprocess.run([sys.executable, "-c", code + "    print('torch' in sys.modules)"], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1] == "False"
+    for title in GROUPS:
+        assert f"\n{title}\n" in done.stdout
+
+
+def test_a_family_lists_its_members(called: Called) -> None:
+    for family in FAMILIES:
+        if family not in COMMANDS:
+            done = called(family)
+            assert done.returncode == 0
+            assert all(name in done.stdout for name in COMMANDS if name.split()[0] == family)
 
 
 def test_help_of_a_recipe_has_its_defaults(called: Called) -> None:
@@ -56,10 +71,82 @@ def test_help_of_a_recipe_has_its_defaults(called: Called) -> None:
     assert "--task.num-pairs" in done.stdout
 
 
-def test_help_names_every_command() -> None:
-    done = headmax("--help")
-    assert done.returncode == 0, done.stderr
-    assert "{recipes,plan,demo,data,train,curves,convert,generate,eval,inspect,bench,reproduce}" in done.stdout
+def test_version_is_the_packages(called: Called) -> None:
+    import headmax
+
+    assert called("--version").stdout == f"headmax {headmax.__version__}\n"
+
+
+def test_env_says_which_backend_auto_takes_and_why(called: Called, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    done = called("env")
+    assert done.returncode == 0
+    assert f"{torch.__version__} (CUDA" in done.stdout
+    if not torch.cuda.is_available():
+        assert "auto takes chunkwise on cpu; not triton: needs a CUDA device, got cpu" in done.stdout
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_completion_knows_commands_and_options(shell: str, called: Called) -> None:
+    done = called("--completion", shell)
+    assert done.returncode == 0
+    for word in ("inspect", "kernels", "max-new-tokens"):
+        assert word in done.stdout
+    assert called("--completion", "ksh").stderr == "headmax: --completion needs a shell: bash, zsh, tcsh, fish\n"
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    command = f"{sys.executable} -m headmax_cli recipes | head -1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "recipe" in done.stdout
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_an_internal_error_is_one_line_unless_asked(debug: bool, called: Called, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headmax.cli.recipes.recipes", lambda: [][1])
+    done = called("recipes", *(["--debug"] if debug else []))
+    assert done.returncode == 1
+    assert "internal error, IndexError: list index out of range; --debug shows where" in done.stderr
+    assert ("Traceback" in done.stderr) == debug
+
+
+def test_options_come_from_a_file_and_the_command_line_wins(tmp_path: Path, called: Called, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, object] = {}
+    monkeypatch.setattr("headmax.train.trainer.fit", lambda model, train, source, out, **_: seen.update(model=model, train=train, out=out))
+    options = ["--out", "run", "--tokens", "2M", "--optim.betas", "0.8", "0.9", "--model.num-heads", "2", "--checkpoint.no-final"]
+    dumped = called("train", "mqar-softmax-gla", *options, "--dump-config")
+    assert dumped.returncode == 0, dumped.stderr
+    assert not seen
+    (tmp_path / "run.yaml").write_text(dumped.stdout)
+    done = called("train", "--config", str(tmp_path / "run.yaml"), "--seed", "7", "--dump-config")
+    assert done.stdout == dumped.stdout.replace("seed: 0", "seed: 7")
+    assert called("train", "--config", str(tmp_path / "run.yaml"), "--out", str(tmp_path / "other")).returncode == 0
+    train = seen["train"]
+    assert (train.token_budget, train.optim.betas, train.checkpoint.final) == (2_000_000, (0.8, 0.9), False)  # type: ignore[attr-defined]
+    assert (seen["model"].num_heads, seen["out"]) == (2, tmp_path / "other")  # type: ignore[attr-defined]
+    (tmp_path / "run.yaml").write_text("- a\n- b\n")
+    assert "must be a mapping of options to values, got list" in called("train", "--config", str(tmp_path / "run.yaml")).stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "values"),
+    [
+        (["bench", "decode", "--batches", "1,8", "--decoded", "5"], {"batches": [1, 8], "decoded": [5]}),
+        (["eval", "m", "--tasks", "piqa,niah"], {"checkpoint": "m", "tasks": ["piqa", "niah"]}),
+        (["generate", "m", "--stop", "a,b", "--stop", "c"], {"stop": ["a,b", "c"]}),
+        (["plan", "gla-340m", "--tokens", "15B", "--batch-tokens", "0.5M"], {"tokens": 15 * 10**9, "batch_tokens": 500_000}),
+        (["data", "prepare", "a.txt", "b.txt", "--out", "d"], {"inputs": ["a.txt", "b.txt"], "out": "d"}),
+    ],
+)
+def test_lists_and_counts_are_written_alike(arguments: list[str], values: dict, called: Called, tmp_path: Path) -> None:
+    import yaml
+
+    dumped = called(*arguments, "--dump-config").stdout
+    assert yaml.safe_load(dumped).items() >= values.items()
+    (tmp_path / "options.yaml").write_text(dumped)
+    words = 2 if " ".join(arguments[:2]) in COMMANDS else 1
+    assert called(*arguments[:words], "--config", str(tmp_path / "options.yaml"), "--dump-config").stdout == dumped
 
 
 def test_recipes_lists_counts_and_states(called: Called) -> None:
@@ -72,61 +159,27 @@ def test_recipes_lists_counts_and_states(called: Called) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["demo", "--pairs", "99", "--steps", "1"], "num_pairs must be between 1 and vocab_size / 2 = 32, got 99"),
-        (["demo", "--heads", "-4", "--steps", "1"], "num_heads must be a positive integer, got -4"),
-        (["demo", "--steps", "0"], "steps must be at least 1, got 0"),
+        (["demo", "recall", "--pairs", "99", "--steps", "1"], "num_pairs must be between 1 and vocab_size / 2 = 32, got 99"),
+        (["demo", "recall", "--heads", "-4", "--steps", "1"], "num_heads must be a positive integer, got -4"),
+        (["demo", "recall", "--steps", "0"], "steps must be at least 1, got 0"),
         (["bench", "kernels", "--length", "0"], "--length must be at least 1, got 0"),
         (["bench", "kernels", "--device", "tpu"], "--device tpu: this machine has cpu"),
-        (["recipe"], "recipe"),
+        (["recipe"], "unknown command 'recipe'; did you mean 'recipes'?"),
+        (["generate", "m", "--top-k", "x"], "generate: --top-k must be INT, got 'x' (see `headmax generate --help`)"),
+        (["generate", "m", "--promt", "x"], "generate: unknown option --promt, x; did you mean --prompt?"),
+        (["generate"], "generate: missing CHECKPOINT"),
+        (["train", "gla-tiny", "--data", "d"], "train: missing --out FOLDER"),
+        (["bench", "kernels", "--ops", "gla,retnet"], "--ops: unknown 'retnet'; known: 'linear_attention', 'gla', 'gated_delta_rule'"),
         (["train", "--out", "gla-tiny", "softmax-retnet-tiny"], "the recipe comes first, as in `headmax train softmax-gla-340m --out ...`"),
         (["train", "gla-tini", "--out", "gla-tiny"], "unknown recipe 'gla-tini'; did you mean 'gla-tiny'?"),
-        (["plan", "softmax-gla-340m", "--tokens", "many"], "--tokens must be a number such as 500000, 15e9, 0.5M or 15B, got 'many'"),
+        (["plan", "softmax-gla-340m", "--tokens", "many"], "--tokens: must be a number such as 500000, 15e9, 0.5M or 15B, got 'many'"),
     ],
 )
 def test_bad_input_ends_with_code_2_and_one_clear_line(arguments: list[str], message: str, called: Called, tmp_path: Path) -> None:
     done = called(*arguments, *(["--out", str(tmp_path)] if arguments[0] == "demo" else []))
     assert done.returncode == 2
     assert message in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_demo_draws_records_and_says_who_won(tmp_path: Path) -> None:
-    done = headmax("demo", "--pairs", "2", "--steps", "4", "--out", str(tmp_path), "--record", str(tmp_path / "all.jsonl"))
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "demo.png").stat().st_size > 10_000
-    assert '" k' in (tmp_path / "report.html").read_text()
-    made = list(records.read(tmp_path / "records.jsonl"))
-    assert made == list(records.read(tmp_path / "all.jsonl"))
-    assert {record.extra["variant"] for record in made} == set(demo.VARIANTS)
-    for variant in demo.VARIANTS:
-        assert variant in done.stdout
-    assert "Here the softmax gates" in done.stdout
-
-
-def test_demo_verdict_is_decided_by_the_figures() -> None:
-    assert demo.verdict({"plain": 0.5, "uniform": 0.6, "softmax": 0.7}).startswith("Here the softmax gates learnt faster than both")
-    assert "did not win: uniform learnt faster, by 0.100" in demo.verdict({"plain": 0.5, "uniform": 0.8, "softmax": 0.7})
-
-
-def test_recorded_seeds_are_counted(tmp_path: Path) -> None:
-    make = records.Recorder("demo", "cpu")
-    made = [
-        make(f"case {variant}", "headmax", "mean accuracy over training", value, "fraction", seed, variant=variant)
-        for seed, scores in enumerate([(0.1, 0.2, 0.3), (0.4, 0.2, 0.3), (0.1, 0.5, 0.3)])
-        for variant, value in zip(demo.VARIANTS, scores, strict=True)
-    ]
-    records.append(tmp_path / "r.jsonl", made)
-    (line,) = demo.earlier_seeds(tmp_path / "r.jsonl")
-    assert "softmax ahead of plain in 2 and of uniform in 2 of 3 seeds" in line
-    assert list(demo.earlier_seeds(tmp_path / "missing.jsonl")) == []
-
-
-def test_committed_demo_records_cover_five_seeds_of_every_variant() -> None:
-    by_case: dict[str, set[int | None]] = {}
-    for record in records.read(demo.RECORDS):
-        by_case.setdefault(record.case, set()).add(record.seed)
-    assert by_case
-    assert all(len(seeds) >= 5 for seeds in by_case.values())
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_a_broken_record_is_named(tmp_path: Path) -> None:
@@ -151,7 +204,7 @@ def test_kernel_benchmark_checks_before_it_times(tmp_path: Path) -> None:
         (["bench", "train", "--recipe", "softmax-gla-340n"], "unknown recipe 'softmax-gla-340n'; did you mean"),
         (["bench", "train"], "headmax bench train needs a CUDA GPU: this machine has cpu"),
         (["bench", "tune"], "headmax bench tune needs a CUDA GPU: this machine has cpu"),
-        (["bench", "decode"], "--device cuda: this machine has cpu"),
+        (["bench", "decode", "--device", "cuda"], "--device cuda: this machine has cpu"),
         (["bench", "decode", "--device", "cpu", "--batches", "0"], "--batches must be at least 1, got 0"),
         (["bench", "kernels", "--batch", "0"], "--batch must be at least 1, got 0"),
     ],
@@ -177,7 +230,7 @@ def test_data_is_prepared_checked_and_refused(tmp_path: Path) -> None:
     done = headmax("data", "prepare", str(tmp_path / "a.txt"), "--out", out, "--shard-tokens", "1k")
     assert done.returncode == 0, done.stderr
     assert "train 6 tokens, 2 documents, 1 shards" in done.stdout
-    assert "whole, 6 tokens to train on, 0 to validate on" in headmax("data", "check", out).stdout
+    assert "intact, 6 training tokens, 0 validation tokens" in headmax("data", "check", out).stdout
     done = headmax("data", "prepare", str(tmp_path / "a.txt"), "--out", out, "--separator", "---")
     assert done.returncode == 2
     assert "made with another separator, shard tokens" in done.stderr

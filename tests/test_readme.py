@@ -1,16 +1,15 @@
 """The README tells the truth: its code runs, its commands exist, its figures are the records', its tree is the tree."""
 
-import functools
 import re
 import shlex
 from pathlib import Path
 
 import pytest
-import tyro
 
-from headmax.cli.app import commands
 from headmax.cli.reproduce import PAGES
+from headmax.cli.run import load, parse
 from headmax.reproduce import readme
+from headmax_cli.main import find
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text()
@@ -60,13 +59,9 @@ def commands_in(text: str) -> list[str]:
 @pytest.mark.parametrize("path", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda path: path.stem)
 def test_its_command_lines_are_understood(path: Path) -> None:
     for line in commands_in(path.read_text()):
-        arguments = shlex.split(line, comments=True)
-        command = commands(arguments)[arguments[0]]
-        options = arguments[1:]
-        if isinstance(command, tuple):
-            command, options = command[1][options[0]], options[1:]
-        understood = functools.wraps(command)(lambda *_, **__: None)  # the same arguments, and nothing done
-        tyro.cli(understood, args=options)
+        command, options = find(shlex.split(line, comments=True))
+        assert command is not None, line
+        parse(load(command, options), command.name, options)
 
 
 def test_command_lines_are_found() -> None:

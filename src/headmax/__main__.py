@@ -1,3 +1,3 @@
-from headmax.cli import main
+from headmax_cli import main
 
 main()

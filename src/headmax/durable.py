@@ -61,3 +61,11 @@ def sole_user(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+def read_text(path: Path) -> str:
+    """The text of a UTF-8 file; ValueError names the file where it is none."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from error

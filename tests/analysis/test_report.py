@@ -14,7 +14,7 @@ import torch
 
 from headmax import HeadGateConfig
 from headmax.analysis import gates, report
-from headmax.cli.checkpoints import inspect
+from headmax.cli.inspect import inspect
 from tests.analysis.conftest import make_model
 
 
@@ -69,11 +69,11 @@ def test_inspect_writes_it(checkpoints: dict[str, Path], tmp_path: Path) -> None
 
 def test_inspect_says_what_is_missing(tmp_path: Path) -> None:
     make_model().save_pretrained(tmp_path / "model")
-    with pytest.raises(ValueError, match="give the text with --text or --file, one of the two"):
-        inspect(tmp_path / "model")
+    with pytest.raises(ValueError, match="give the text with --prompt or --file, one of the two"):
+        inspect(str(tmp_path / "model"))
     with pytest.raises(ValueError, match="no tokenizer there that transformers can load"):
-        inspect(tmp_path / "model", text="x")
+        inspect(str(tmp_path / "model"), prompt="x")
     with pytest.raises(FileNotFoundError, match=r"no config\.json there"):
-        inspect(tmp_path, text="x")
+        inspect(str(tmp_path), prompt="x")
     with pytest.raises(ValueError, match="--max-tokens must be at least 1, got 0"):
-        inspect(tmp_path / "model", text="x", max_tokens=0)
+        inspect(str(tmp_path / "model"), prompt="x", max_tokens=0)

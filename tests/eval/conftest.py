@@ -2,9 +2,9 @@
 
 import json
 import random
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -12,7 +12,6 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from headmax import HeadGateConfig, HeadmaxConfig, HeadmaxForCausalLM
-from headmax.cli import main
 
 
 @pytest.fixture(autouse=True)
@@ -25,17 +24,12 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def headmax(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[Any, str, str]]:
+def headmax(called: Callable[..., CompletedProcess]) -> Callable[..., tuple[int, str, str]]:
     """The command line in this process: (exit code, output, errors)."""
 
-    def call(*arguments: object) -> tuple[Any, str, str]:
-        monkeypatch.setattr(sys, "argv", ["headmax", *map(str, arguments)])
-        code: Any = 0
-        try:
-            main()
-        except SystemExit as end:
-            code = end.code
-        return code, *capsys.readouterr()
+    def call(*arguments: object) -> tuple[int, str, str]:
+        done = called(*arguments)
+        return done.returncode, done.stdout, done.stderr
 
     return call
 
@@ -131,5 +125,5 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rng = random.Random("wikitext")
     pages = [f" = Title {n} = \n \n = = Part = = \n " + " \n ".join(sentence(rng, 40) for _ in range(n + 1)) + " \n \n" for n in range(8)]
     (folder / "wikitext2_raw.test.txt").write_text(" \n" + "".join(pages))
-    (folder / "classic_books_md.valid.txt").write_text("\n<|doc|>\n".join(sentence(rng, 25) for _ in range(3000)))
+    (folder / "prose.txt").write_text("\n<|doc|>\n".join(sentence(rng, 25) for _ in range(3000)))
     return folder

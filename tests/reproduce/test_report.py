@@ -15,6 +15,7 @@ from headmax.records import Recorder
 from headmax.reproduce import report
 from headmax.reproduce.results import MISSING, Results, judge, recall_run, show
 from headmax.reproduce.runs import PARTS, RATES, Run, runs
+from tests.command_line import Called
 
 EFFECT = {"plain": 0.0, "softmax": -0.10, "uniform": -0.10, "sigmoid": -0.05}
 """On the loss, whatever the backbone."""
@@ -214,30 +215,29 @@ def test_accuracy_at_chance_is_marked(tmp_path: Path) -> None:
     assert line == "| 16 | 4 | 0.008 (n=1), chance | 0.020 (n=1)" + f" | {MISSING}" * 5 + " |"
 
 
-def test_commands_for_the_papers_scale_are_understood(data: Path, tmp_path: Path) -> None:
+def test_commands_for_the_papers_scale_are_understood(data: Path, tmp_path: Path, called: Called) -> None:
     """Every recipe of every command, up to where training would begin on 8 GPUs."""
-    import tyro
-
-    from headmax.cli.app import app
-    from headmax.cli.train import train_command
-
     counts = {}
     for line in report.commands():
         if line.startswith("for r in "):
             names, _, body = line.removeprefix("for r in ").partition("; do ")
             train, convert, evaluate = (shlex.split(part) for part in body.removesuffix("; done").split(" && "))
             assert train[:6] == ["torchrun", "--nproc-per-node", "8", "-m", "headmax", "train"]
-            with mock.patch("headmax.train.export.to_hf") as to_hf, mock.patch("headmax.eval.terminal.run", return_value=[]) as run:
+            with (
+                mock.patch("headmax.train.export.to_hf") as to_hf,
+                mock.patch("headmax.eval.terminal.run", return_value=[]) as run,
+                mock.patch("headmax.train.loading.is_run", return_value=True),
+            ):
                 for words in (convert, evaluate):
-                    app(words[1:]).cli(args=words[1:])
+                    assert called(*words[1:]).returncode == 0
             assert to_hf.call_args.args == (Path("runs/$r"), Path("runs/$r/hf"))
             place, tasks = run.call_args.args[:2]
-            assert (place.checkpoint, place.work, place.name) == (Path("runs/$r/hf"), Path("runs/$r/eval"), "$r"), "a folder for each"
+            assert (place.checkpoint, place.work, place.name) == ("runs/$r/hf", Path("runs/$r/eval"), "$r"), "a folder for each"
             assert tasks == "commonsense,retrieval,niah,mqar"
             for name in names.split():
                 words = [word.replace("$r", name).replace("data/slimpajama", str(data)) for word in train[6:]]
                 with mock.patch("headmax.train.trainer.fit") as fit:
-                    tyro.cli(train_command(["train", *words]), args=words)
+                    assert called("train", *words).returncode == 0
                 model, config, source, out = fit.call_args.args
                 assert (out, source.length, config.batch_size % 8) == (Path("runs") / name, 4096, 0)
                 with torch.device("meta"):

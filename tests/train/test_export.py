@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from headmax.cli.checkpoints import convert
-from headmax.cli.train import train_command
+from headmax.cli.convert import convert
 from headmax.train.export import to_hf
 from headmax.train.trainer import fit
+from tests.command_line import Called
 from tests.train.small import Walks, model_config, train_config
 
 
@@ -31,7 +31,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.nn.Module
 
 def test_convert_writes_what_the_auto_classes_load(run: tuple[Path, torch.nn.Module], capsys: pytest.CaptureFixture[str]) -> None:
     folder, model = run
-    convert(folder, to="hf")
+    convert(folder)
     assert f"headmax: wrote {folder / 'hf'}" in capsys.readouterr().out
     loaded = AutoModelForCausalLM.from_pretrained(folder / "hf", trust_remote_code=False)
     assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), model.parameters(), strict=True))
@@ -41,19 +41,17 @@ def test_convert_writes_what_the_auto_classes_load(run: tuple[Path, torch.nn.Mod
     assert tokenizer("w3 w4 what").input_ids == [6, 7, 0]
     assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.decode([5, 6])) == ("<s>", "</s>", "w2 w3")
     with pytest.raises(ValueError, match="is not empty: give a new folder"):
-        convert(folder, to="hf")
+        convert(folder)
 
 
 def test_what_is_no_run_is_refused(run: tuple[Path, torch.nn.Module], tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="give the --out folder of headmax train"):
         to_hf(tmp_path, tmp_path / "hf")
-    with pytest.raises(ValueError, match="convert --to fla needs a second folder"):
+    with pytest.raises(ValueError, match="name the folder to write, as in `headmax convert"):
         convert(tmp_path, to="fla")
 
 
-def test_every_field_is_an_option_and_the_recipe_its_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import tyro
-
+def test_every_field_is_an_option_and_the_recipe_its_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, called: Called) -> None:
     seen = {}
     monkeypatch.setattr(
         "headmax.train.trainer.fit", lambda model, config, source, out, **_: seen.update(model=model, config=config, source=source)
@@ -72,7 +70,7 @@ def test_every_field_is_an_option_and_the_recipe_its_default(tmp_path: Path, mon
         "cpu",
     ]
     arguments += ["--optim.lr", "5e-4", "--compute.micro-batch", "4", "--model.num-heads", "2", "--model.head-gate.kind", "sigmoid"]
-    tyro.cli(train_command(["train", *arguments]), args=[*arguments, "--task.num-pairs", "4"])
+    assert called("train", *arguments, "--task.num-pairs", "4").returncode == 0
     config, model = seen["config"], seen["model"]
     assert (config.max_steps, config.checkpoint_every, config.seed, config.device) == (7, 3, 5, "cpu")
     assert (config.optim.lr, config.compute.micro_batch, config.optim.weight_decay) == (5e-4, 4, 0.0)

@@ -1,5 +1,1 @@
-"""The command line: thin, one function a command, and imports of torch and the like inside them."""
-
-from headmax.cli.app import main
-
-__all__ = ["main"]
+"""The commands, one function each; `headmax_cli` finds them by name. Imports of what a command runs stand inside it."""

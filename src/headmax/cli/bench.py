@@ -5,13 +5,25 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from headmax.cli.arguments import at_least, check_device
+from headmax.cli.options import (
+    Checkpoint,
+    Device,
+    File,
+    Folder,
+    Number,
+    Numbers,
+    Recipe,
+    Seconds,
+    Words,
+    at_least,
+    find_device,
+    metavar,
+    one_of,
+)
 
-Op = Literal["linear_attention", "gla", "gated_delta_rule"]
-OPS: tuple[Op, ...] = ("linear_attention", "gla", "gated_delta_rule")
+OPS = ("linear_attention", "gla", "gated_delta_rule")
 
 
 def say(text: str) -> None:
@@ -20,26 +32,28 @@ def say(text: str) -> None:
 
 
 def kernels(
-    device: str = "cpu",
+    device: Device = "auto",
     peer: Literal["none", "hf", "fla"] = "none",
-    ops: tuple[Op, ...] = OPS,
-    batch: int | None = None,
+    ops: Words = OPS,
+    batch: Number = None,
     length: int = 4096,
     heads: int = 4,
-    key: int | None = None,
-    value: int | None = None,
-    dtype: Literal["float32", "bfloat16", "float64"] | None = None,
-    lengths: tuple[int, ...] = (),
+    key: Number = None,
+    value: Number = None,
+    dtype: Annotated[Literal["float32", "bfloat16", "float64"] | None, metavar("float32|bfloat16|float64")] = None,
+    lengths: Numbers = (),
     gates: bool = False,
     rounds: int = 7,
     threads: int = 2,
-    limit: float | None = None,
-    out: Path | None = None,
+    limit: Seconds = None,
+    out: File = None,
 ) -> None:
-    """Time the ops forward and backward beside a peer, after checking both against the float64 oracle.
+    """Time the ops, forward and backward, beside a peer.
+
+    Both are checked against the float64 oracle first.
 
     Args:
-        device: cpu or cuda.
+        device: where to run; auto takes a GPU if there is one.
         peer: hf is transformers' own chunked gated delta rule, fla is flash-linear-attention.
         ops: which ops.
         batch: sequences; 1 on a CPU, 8 on a GPU unless given.
@@ -64,7 +78,8 @@ def kernels(
     from headmax.ops.spec import Case
 
     at_least(1, batch=batch, length=length, heads=heads, key=key, value=value, rounds=rounds, threads=threads)
-    check_device(device)
+    one_of("ops", ops, OPS)
+    device = find_device(device)
     torch.set_num_threads(threads)
     gpu = device.startswith("cuda")
     base = kernels.RECIPE_CASES if gpu else dict.fromkeys(kernels.SPECS, Case(batch=1, key=128, value=256))
@@ -89,21 +104,24 @@ def kernels(
         text = line(record)
         theirs = record.metric if peer == "fla" else f"gated_delta_rule/{record.metric.split('/')[1]}"  # transformers has that op alone
         if theirs in peers and record.impl == "headmax" and record.unit == "ms":
-            text += f"   {peers[theirs] / record.value:.2f}x as fast as {peer}" + f"'s {theirs}" * (theirs != record.metric)
+            whose = f"'s {theirs}" if theirs != record.metric else ""
+            text += f"   {peers[theirs] / record.value:.2f}x as fast as {peer}{whose}"
         print(text)
     if out is not None:
         records.append(out, measured)
 
 
 def train(
-    recipe: str = "softmax-gla-340m",
+    recipe: Recipe = "softmax-gla-340m",
     peer: Literal["none", "fla"] = "none",
-    grid: tuple[str, ...] = ("2048x16", "4096x8", "8192x4", "16384x2"),
+    grid: Words = ("2048x16", "4096x8", "8192x4", "16384x2"),
     rounds: int = 12,
     limit: float = 900.0,
-    out: Path | None = None,
+    out: File = None,
 ) -> None:
-    """Time whole training steps on this GPU: plain backbone and softmax twin in turns, a peer, and a Transformer.
+    """Time whole training steps on this GPU, beside a peer.
+
+    The plain backbone and its softmax twin run in turns, then a peer, then a Transformer.
 
     Args:
         recipe: which model, by the name of its softmax twin or of its plain backbone.
@@ -121,7 +139,7 @@ def train(
     if book.get(recipe).model.mixer == "attention":
         raise ValueError(f"recipe {recipe}: a Transformer has no softmax twin; it is measured beside any other recipe")
     plain = recipe.removeprefix("softmax-")
-    check_device("cuda", "headmax bench train")
+    find_device("cuda", "headmax bench train")
     if not all(re.fullmatch(r"[1-9]\d*x[1-9]\d*", point) for point in grid):
         raise ValueError(f"--grid takes length x batch, such as 4096x8, got {' '.join(grid)}")
     sizes = [tuple(int(n) for n in point.split("x")) for point in grid]
@@ -129,7 +147,7 @@ def train(
         "cold eager",
         "cold compiled",
         "headmax",
-        *("fla", "fla-compiled", "fla-bfloat16", "fla-gates") * (peer == "fla"),
+        *(("fla", "fla-compiled", "fla-bfloat16", "fla-gates") if peer == "fla" else ()),
         "transformer",
     )
     for record in train.bench(plain, groups, sizes, rounds, limit, say):  # type: ignore[arg-type]
@@ -139,23 +157,25 @@ def train(
 
 
 def decode(
-    recipe: str = "softmax-gla-340m",
+    recipe: Recipe = "softmax-gla-340m",
     peer: Literal["none", "fla", "hf"] = "none",
-    batches: tuple[int, ...] = (1, 8, 64, 256),
-    prompts: tuple[int, ...] = (1024, 65_536),
-    decoded: tuple[int, ...] = (512, 16_384),
+    batches: Numbers = (1, 8, 64, 256),
+    prompts: Numbers = (1024, 65_536),
+    decoded: Numbers = (512, 16_384),
     drift: int = 0,
     ours: bool = True,
     transformer: bool = False,
     peer_tokens: int = 64,
     rounds: int = 12,
-    device: str = "cuda",
+    device: Device = "auto",
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
     state_dtype: Literal["float32", "bfloat16"] = "float32",
-    limit: float | None = 900.0,
-    out: Path | None = None,
+    limit: Seconds = 900.0,
+    out: File = None,
 ) -> None:
-    """Time decoding: plain backbone and softmax twin in turns, then peers, each in a process of its own; printed as it comes.
+    """Time decoding, beside a peer.
+
+    The plain backbone and its softmax twin run in turns, then peers, each in a process of its own.
 
     Args:
         recipe: which model, by the name of its softmax twin or of its plain backbone.
@@ -168,7 +188,7 @@ def decode(
         transformer: measure the engine with the Transformer++ of the recipe's size: PyTorch's attention on a static key-value cache.
         peer_tokens: tokens a peer decodes for each figure.
         rounds: timed stretches of 32 steps of each model, interleaved.
-        device: cpu or cuda.
+        device: where to run; auto takes a GPU if there is one.
         dtype: of the weights.
         state_dtype: of the recurrent states.
         limit: seconds for each process.
@@ -181,7 +201,7 @@ def decode(
     from headmax.bench import decode
 
     plain = book.get(recipe).name.removeprefix("softmax-")
-    check_device(device)
+    device = find_device(device)
     at_least(1, batches=batches, prompts=prompts, decoded=decoded)
     at_least(2, peer_tokens=peer_tokens)
     groups = ["headmax"] * ours + ["transformer"] * transformer + {"none": [], "fla": ["fla"], "hf": ["generate", "llama"]}[peer]
@@ -194,29 +214,31 @@ def decode(
 
 
 def evaluation(
-    checkpoint: Path,
+    checkpoint: Checkpoint,
     /,
-    tasks: tuple[str, ...] = ("hellaswag", "arc_easy", "arc_challenge"),
-    data_dir: Path | None = None,
-    limit: int | None = 200,
-    batch_sizes: tuple[int, ...] = (1, 16),
+    tasks: Words = ("hellaswag", "arc_easy", "arc_challenge"),
+    data_dir: Folder = None,
+    limit: Number = 200,
+    batch_sizes: Numbers = (1, 16),
     rounds: int = 3,
     threads: int = 2,
-    device: str = "cpu",
-    dtype: Literal["float32", "bfloat16"] | None = None,
-    out: Path | None = None,
+    device: Device = "auto",
+    dtype: Annotated[Literal["float32", "bfloat16"] | None, metavar("float32|bfloat16")] = None,
+    out: File = None,
 ) -> None:
-    """Time the evaluation beside lm-evaluation-harness's own Hugging Face class, in turns, with the same model.
+    """Time evaluation beside lm-evaluation-harness's own Hugging Face class.
+
+    The same model, in turns.
 
     Args:
-        checkpoint: a folder with config.json, safetensors files and a tokenizer.
+        checkpoint: a model folder, a run of `headmax train`, or a model on the Hugging Face hub.
         tasks: tasks of log-likelihoods.
         data_dir: a folder with the tasks' files; without it they come from the hub.
         limit: only the first so many documents of each task.
         batch_sizes: of the harness's class, each measured.
         rounds: interleaved repetitions; the median is reported.
         threads: CPU threads.
-        device: cpu or cuda.
+        device: where to run; auto takes a GPU if there is one.
         dtype: of the weights; bfloat16 on a GPU, float32 on a CPU unless given.
         out: append the records to this file.
     """
@@ -226,11 +248,10 @@ def evaluation(
     from headmax import records
     from headmax.eval.run import Settings
     from headmax.eval.speed import compare
-    from headmax.generate.terminal import load, load_tokenizer
+    from headmax.train.loading import load_model, load_tokenizer
 
-    check_device(device)
     torch.set_num_threads(threads)
-    model = load(checkpoint, device, getattr(torch, dtype) if dtype else None)
+    model = load_model(checkpoint, find_device(device), getattr(torch, dtype) if dtype else None)
     with Console().status("loading") as status:
         settings = Settings(data_dir, limit)
         measured = list(compare(model, load_tokenizer(checkpoint), settings, tasks, batch_sizes, rounds, status.update))
@@ -244,12 +265,14 @@ def evaluation(
 
 
 def tune(
-    ops: tuple[Op, ...] = OPS,
-    widths: tuple[Literal["narrow", "wide"], ...] = ("narrow", "wide"),
+    ops: Words = OPS,
+    widths: Words = ("narrow", "wide"),
     processes: int = 8,
-    out: Path | None = None,
+    out: File = None,
 ) -> None:
-    """Find the fastest block shapes on this GPU and write them to the table the kernels read (ops/tiles.json).
+    """Find the fastest kernel block sizes on this GPU.
+
+    They go into the table that the kernels read, ops/tiles.json.
 
     Args:
         ops: which ops.
@@ -257,7 +280,9 @@ def tune(
         processes: how many compile at the same time.
         out: write the table to this file instead.
     """
-    check_device("cuda", "headmax bench tune")
+    one_of("ops", ops, OPS)
+    one_of("widths", widths, ("narrow", "wide"))
+    find_device("cuda", "headmax bench tune")
     from headmax.bench import tune
     from headmax.ops import triton_tiles
 

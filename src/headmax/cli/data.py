@@ -3,36 +3,37 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
-from headmax.cli.arguments import count
+from headmax.cli.options import Count, Name, Number, OptionalCount, OutFolder, metavar
 
 
 def prepare(
-    inputs: tuple[str, ...],
+    inputs: Annotated[tuple[str, ...], metavar("INPUT [INPUT ...]")],
     /,
-    out: Path,
-    valid: tuple[str, ...] = (),
+    out: OutFolder,
+    valid: Annotated[tuple[str, ...], metavar("INPUT [INPUT ...]")] = (),
     valid_fraction: float = 0.0,
-    tokenizer: str = "mistral",
-    document_token: str | None = None,
-    text_key: str = "text",
-    separator: str = "<|doc|>",
-    max_tokens: str | None = None,
-    shard_tokens: str = "100M",
-    workers: int | None = None,
+    tokenizer: Annotated[str, metavar("TOKENIZER")] = "mistral",
+    document_token: Name = None,
+    text_key: Annotated[str, metavar("KEY")] = "text",
+    separator: Annotated[str, metavar("LINE")] = "<|doc|>",
+    max_tokens: OptionalCount = None,
+    shard_tokens: Count = 100_000_000,
+    workers: Number = None,
 ) -> None:
-    """Turn text into token shards to train on. Run again after an interruption, it goes on after the last complete shard.
+    """Turn text into token shards to train on; rerun to resume.
 
     Args:
-        inputs: .txt, .jsonl, .parquet, each also .gz, .xz, .zst; folders of them; hub datasets as hf:owner/name[:configuration][@split].
-        out: the folder to write.
+        inputs: .txt, .jsonl or .parquet files, also .gz, .xz or .zst; folders of them; hf:owner/name[:configuration][@split].
+        out: folder to write.
         valid: inputs to validate on.
-        valid_fraction: or the share of documents to hold out for that.
-        tokenizer: mistral, a tokenizer.json, or a folder with one.
-        document_token: the token before every document; what the tokenizer puts before a text unless given.
-        text_key: the field of a JSON line, or the column of a table, that holds the text.
-        separator: the line between two documents of a .txt.
-        max_tokens: stop at so many to train on, such as 15B.
+        valid_fraction: or the share of documents to hold out for validation.
+        tokenizer: `mistral`, a tokenizer.json, or a folder with one.
+        document_token: token that starts every document; the tokenizer's own start-of-text token unless given.
+        text_key: field of a JSON line, or column of a table, that holds the text.
+        separator: line between two documents of a .txt file.
+        max_tokens: stop at that many training tokens, such as 15B.
         shard_tokens: tokens per shard.
         workers: encoding processes; one per core unless given.
     """
@@ -49,8 +50,8 @@ def prepare(
         tokenizer,
         document_token,
         Options(text_key, separator),
-        max_tokens=None if max_tokens is None else count("max-tokens", max_tokens),
-        shard_tokens=count("shard-tokens", shard_tokens),
+        max_tokens=max_tokens,
+        shard_tokens=shard_tokens,
     )
     tokens = TextColumn("{task.fields[tokens]:,} tokens, {task.fields[rate]:,.0f}/s")
     columns = (BarColumn(), DownloadColumn(), tokens, TimeElapsedColumn(), TimeRemainingColumn())
@@ -68,8 +69,8 @@ def prepare(
             print(f"headmax: {out}: {split} {index.tokens(split):,} tokens, {index.documents(split):,} documents, {len(shards)} shards")
 
 
-def check(folder: Path, /) -> None:
-    """Read a prepared folder through and compare every file with its checksum.
+def check(folder: Annotated[Path, metavar("FOLDER")], /) -> None:
+    """Compare every file of a prepared folder with its checksum.
 
     Args:
         folder: what `headmax data prepare` wrote.
@@ -77,4 +78,4 @@ def check(folder: Path, /) -> None:
     from headmax.data.shards import verify
 
     index = verify(folder)
-    print(f"headmax: {folder}: whole, {index.tokens('train'):,} tokens to train on, {index.tokens('valid'):,} to validate on")
+    print(f"headmax: {folder}: intact, {index.tokens('train'):,} training tokens, {index.tokens('valid'):,} validation tokens")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from typing import Literal
+from typing import Annotated, Literal
 
-from headmax.cli.arguments import count
+from headmax.cli.options import Number, OptionalCount, Recipe, metavar
 
 
 def recipes() -> None:
-    """List the recipes with parameter counts, gate parameters and the state carried per sequence."""
+    """List the recipes with parameter counts and state sizes."""
     from rich.console import Console
     from rich.table import Table
 
@@ -24,30 +24,30 @@ def recipes() -> None:
     for name in book.names():
         recipe = book.get(name)
         model, summary = recipe.model, summarize(recipe)
-        state = f"{summary.state_bytes / 2**10:,.0f} KiB" + " per token" * summary.grows
+        state = f"{summary.state_bytes / 2**10:,.0f} KiB{' per token' if summary.grows else ''}"
         counts = (f"{n:,}" for n in (summary.parameters, summary.body_parameters, summary.gate_parameters))
         table.add_row(name, f"{model.num_hidden_layers} x {model.hidden_size}", str(model.num_heads), *counts, state)
     Console(width=None if sys.stdout.isatty() else 140).print(table)
 
 
 def plan(
-    recipe: str,
+    recipe: Recipe,
     /,
     gpu: str = "h100",
     gpus: int = 8,
-    parallel: Literal["ddp", "fsdp"] | None = None,
-    tokens: str | None = None,
-    length: int | None = None,
-    batch_tokens: str | None = None,
+    parallel: Annotated[Literal["ddp", "fsdp"] | None, metavar("ddp|fsdp")] = None,
+    tokens: OptionalCount = None,
+    length: Number = None,
+    batch_tokens: OptionalCount = None,
 ) -> None:
-    """Estimate memory, step time, days and GPU-hours of a training run on 1 to 1024 GPUs.
+    """Estimate memory, step time, days and GPU-hours of a training run.
 
     Args:
-        recipe: which model.
+        recipe: which model; `headmax recipes` lists them.
         gpu: which card, such as a100, h100, h200, h20, b200.
         gpus: how many; the table has other numbers too.
         parallel: ddp copies the model to every GPU, fsdp shards it; both unless given.
-        tokens: to train on, such as 15e9 or 15B; the recipe's unless given.
+        tokens: training tokens, such as 15e9 or 15B; the recipe's unless given.
         length: tokens per sequence; the recipe's unless given.
         batch_tokens: tokens per step over all GPUs, such as 0.5M; the recipe's unless given.
     """
@@ -61,9 +61,9 @@ def plan(
     run = Run(
         chosen,
         gpu,
-        chosen.train.token_budget if tokens is None else count("tokens", tokens),
+        chosen.train.token_budget if tokens is None else tokens,
         chosen.train.sequence_length if length is None else length,
-        chosen.train.batch_tokens if batch_tokens is None else count("batch-tokens", batch_tokens),
+        chosen.train.batch_tokens if batch_tokens is None else batch_tokens,
     )
     console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
     for part in plan_table.render(run, gpus, ("ddp", "fsdp") if parallel is None else (parallel,)):

@@ -14,7 +14,7 @@ PAGES = (Path("README.md"), Path("docs/training.md"), Path("docs/performance.md"
 
 
 def readme(paths: tuple[Path, ...] = PAGES) -> None:
-    """Render the figures of the README and the docs anew from the committed records.
+    """Render the generated sections of the README and the docs.
 
     Args:
         paths: the files whose generated sections are rewritten.
@@ -30,7 +30,7 @@ def tables(
     form: Literal["markdown", "latex"] = "markdown",
     out: Path | None = None,
 ) -> None:
-    """Render the paper's three tables: its figures, ours beside them where there are records, deltas to the backbone, chance.
+    """Render the paper's three tables beside our own results.
 
     Args:
         records: files with records of `headmax eval`; the repository's own unless given.
@@ -48,7 +48,7 @@ def tables(
 
 
 def theory(out: Path = Path("runs/theory")) -> None:
-    """Run the paper's proposition and theorems, and the norm's effect on the read gate, as experiments: pictures and records.
+    """Run the paper's proposition and theorems as experiments.
 
     Args:
         out: where they go.
@@ -62,7 +62,7 @@ def theory(out: Path = Path("runs/theory")) -> None:
 
 
 def figures(out: Path = Path("runs/figures"), results: Path | None = None) -> None:
-    """Draw the paper's figures from records; one whose records are missing is named instead.
+    """Draw the paper's figures from records.
 
     Args:
         out: where they go.
@@ -75,19 +75,20 @@ def figures(out: Path = Path("runs/figures"), results: Path | None = None) -> No
         print(line)
 
 
-def prepare(data: Path, /, eval_data: Path) -> None:
-    """Put requests and needles beside prepared tokens, for machines that have neither the tasks nor lm-eval.
+def prepare(data: Path, /, eval_data: Path, haystack: Path) -> None:
+    """Prepare requests and needles for machines without lm-eval.
 
     Args:
         data: the folder that `headmax data prepare` wrote.
         eval_data: the folder with the tasks' files.
+        haystack: the text that needles are hidden in.
     """
     from rich.console import Console
 
     from headmax.reproduce.prepare import prepare
 
     with Console(stderr=True).status("requests") as status:
-        prepare(data, eval_data, status.update)
+        prepare(data, eval_data, haystack, status.update)
     for name in ("requests.jsonl", "needles.npz"):
         print(f"headmax: wrote {data / name}: {(data / name).stat().st_size / 2**20:.1f} MiB")
 
@@ -101,7 +102,7 @@ def run(
     share: str = "0/1",
     device: str | None = None,
 ) -> None:
-    """Train and examine the models of these parts, one after the other, the most telling first; what is recorded is skipped.
+    """Train and examine the models of some parts of the reproduction.
 
     Args:
         parts: rates and recall-rates choose the learning rates that the others need.
@@ -130,21 +131,22 @@ def run(
     print(f"headmax: {out}: " + (f"{left} runs are left; the same command goes on with them" if left else "all runs are recorded"))
 
 
-def collect(outs: tuple[Path, ...], /, data: Path, eval_data: Path) -> None:
-    """Add what runs brought home to the repository's records: benchmarks/results/reproduction.jsonl and eval.jsonl.
+def collect(outs: tuple[Path, ...], /, data: Path, eval_data: Path, haystack: Path) -> None:
+    """Add what runs brought home to the repository's records.
 
     Args:
         outs: folders that `headmax reproduce run` wrote.
         data: the folder that `headmax reproduce prepare` completed.
         eval_data: the folder with the tasks' files.
+        haystack: the text that needles are hidden in.
     """
     from headmax.reproduce.collect import collect
 
-    print(f"headmax: {collect(list(outs), data, eval_data, print)} new records")
+    print(f"headmax: {collect(list(outs), data, eval_data, haystack, print)} new records")
 
 
 def report(page: Path = Path("docs/reproduction.md"), results: Path | None = None) -> None:
-    """Write the page of the reproduction and its pictures from records; what is missing is said to be missing.
+    """Write the page of the reproduction from records.
 
     Args:
         page: the file to write; pictures go beside it, into images/reproduction.

@@ -1,70 +1,127 @@
-"""Commands that train: a recipe, and the demonstration."""
+"""Commands about training runs: train a recipe, plot a run."""
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 from collections.abc import Callable
-from dataclasses import make_dataclass, replace
+from dataclasses import fields, make_dataclass, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
+
+import tyro
+
+from headmax import HeadmaxConfig
+from headmax import recipes as book
+from headmax.cli.config_file import config_file, read_config
+from headmax.cli.options import COUNT, File, Folder, Name, OutFolder, Recipe, metavar, shown_default
+from headmax.train import TrainConfig
+
+RENAMED = {"token_budget": "tokens", "sequence_length": "length"}
+"""Fields of TrainConfig that other commands' options name otherwise; the field's own name goes on working."""
 
 
-def train_command(arguments: list[str]) -> Callable[..., None]:
-    """`headmax train`, its defaults those of the recipe that the arguments name first, and there alone."""
-    import tyro
+def attribute_docs(cls: type) -> dict[str, str]:
+    """The string under each field of a class."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # type: ignore[attr-defined]
+    return {
+        ast.unparse(field.target): str(doc.value.value)
+        for field, doc in pairwise(body)
+        if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant)
+    }
 
-    from headmax import HeadmaxConfig
-    from headmax import recipes as book
-    from headmax.train import TrainConfig
 
-    first = arguments[1] if arguments[:1] == ["train"] and len(arguments) > 1 else "--help"
-    if first.startswith("-") and first not in ("-h", "--help"):
-        raise ValueError(f"the recipe comes first, as in `headmax train softmax-gla-340m {first} ...`, got {first} in its place")
-    named = book.get("softmax-gla-340m" if first.startswith("-") else first)
-    # All fields of the model; a plain backbone gets its gates by taking the softmax recipe.
-    fields = {name: getattr(named.model, name) for name in HeadmaxConfig.__annotations__}
-    hints = HeadmaxConfig.__annotations__ | {"head_gate": type(fields["head_gate"])}
-    options = make_dataclass(
-        "Model", [(name, hints[name], value) for name, value in fields.items() if value is not None or name != "head_gate"]
-    )
+def train_options(defaults: TrainConfig) -> type:
+    """TrainConfig as options: counts of tokens as 15B or 15e9, and the names that other commands use."""
+    docs, hints, options = attribute_docs(TrainConfig), get_type_hints(TrainConfig), []
+    for field in fields(TrainConfig):
+        marks: list[Any] = []
+        aliases = (f"--{field.name.replace('_', '-')}",) if field.name in RENAMED else None
+        if field.name in docs:
+            name = RENAMED.get(field.name)
+            marks.append(tyro.conf.arg(help=docs[field.name], help_behavior_hint=shown_default, name=name, aliases=aliases))
+        if "token" in field.name:
+            marks.append(COUNT)
+        hint = hints[field.name]
+        options.append((field.name, Annotated[(hint, *marks)] if marks else hint, getattr(defaults, field.name)))
+    return make_dataclass("Training", options)
 
-    def train(recipe: str, /, out: Path, data: Path | None, config: TrainConfig, model: Any, task: Any) -> None:
-        """Train a recipe's model, on all processes under torchrun; the same command again goes on from the last checkpoint.
+
+def model_options(defaults: HeadmaxConfig) -> type:
+    """All fields of the model; a plain backbone gets its gates by taking the softmax recipe."""
+    docs = attribute_docs(HeadmaxConfig)
+    hints = HeadmaxConfig.__annotations__ | {"head_gate": type(defaults.head_gate)}
+    options = []
+    for name, hint in hints.items():
+        value = getattr(defaults, name)
+        if name == "head_gate":
+            if value is not None:
+                options.append((name, hint, value))
+        else:
+            options.append((name, Annotated[hint, tyro.conf.arg(help=docs[name], help_behavior_hint=shown_default)], value))
+    return make_dataclass("Model", options)
+
+
+def recipe_name(arguments: list[str]) -> str:
+    """The recipe that the first argument names, or the configuration file; for the help of `train`, the flagship."""
+    first = arguments[0] if arguments else "--help"
+    if not first.startswith("-"):
+        return first
+    if (path := config_file(arguments)) is not None and "recipe" in (options := read_config(path)):
+        return str(options["recipe"])
+    if first not in ("-h", "--help"):
+        raise ValueError(f"train: the recipe comes first, as in `headmax train softmax-gla-340m {first} ...`, got {first} in its place")
+    return "softmax-gla-340m"
+
+
+def build_train(arguments: list[str]) -> Callable[..., None]:
+    """`headmax train`, its defaults those of the recipe that the first argument names."""
+    named = book.get(recipe_name(arguments))
+
+    def train(recipe: Recipe, /, out: OutFolder, data: Folder = None, config: Any = None, model: Any = None, task: Any = None) -> None:
+        """Train a recipe's model, under torchrun on all GPUs; rerun to resume.
 
         Args:
-            recipe: a model and how it is trained, of those that `headmax recipes` lists.
-            out: the run's folder, for checkpoints, metrics.jsonl and summary.json.
-            data: the folder that `headmax data prepare` wrote; recall tasks need none.
-            task: what to recall; the model's vocabulary and the numbers of tokens follow.
+            recipe: a model and how it is trained; `headmax recipes` lists them.
+            out: folder of the run, for checkpoints, metrics.jsonl and summary.json.
+            data: folder that `headmax data prepare` wrote; recall tasks need none.
+            task: size of the recall task; the vocabulary and the numbers of tokens follow.
         """
         from headmax.train.live import Live
         from headmax.train.trainer import fit
 
-        chosen = replace(book.get(recipe), model=HeadmaxConfig(**vars(model)), train=config)
+        chosen = replace(book.get(recipe), model=HeadmaxConfig(**vars(model)), train=TrainConfig(**vars(config)))
         if task is not None and task != chosen.task:
             chosen = chosen.on(task)
         if data is not None:
             chosen = chosen.speaking(data)
         source, validation = chosen.sources(data)
-        with Live(chosen.train.steps, config.log.print_every) as live:
+        with Live(chosen.train.steps, chosen.train.log.print_every) as live:
             fit(chosen.model, chosen.train, source, out, validation=validation, tokenizer=data, show=live)
 
-    train.__defaults__ = (None, named.train, options(), named.task)
-    train.__annotations__ |= {
-        "config": Annotated[TrainConfig, tyro.conf.arg(name="")],
-        "model": options,
+    training, architecture = train_options(named.train), model_options(named.model)
+    train.__defaults__ = (None, training(), architecture(), named.task)
+    train.__annotations__ = {
+        "recipe": Recipe,
+        "out": OutFolder,
+        "data": Folder,
+        "config": Annotated[training, tyro.conf.arg(name="")],
+        "model": architecture,
         "task": type(named.task) if named.task else Annotated[None, tyro.conf.Suppress],
     }
     return train
 
 
-def curves(run: Path, /, out: Path = Path("curves"), name: str | None = None, record: Path | None = None) -> None:
-    """Draw a finished run: loss, validation, gradient norm, speed, gates.
+def curves(run: Annotated[Path, metavar("RUN")], /, out: OutFolder = Path("curves"), name: Name = None, record: File = None) -> None:
+    """Plot a run: loss, validation, gradient norm, speed, gates.
 
     Args:
-        run: the --out folder of headmax train.
-        out: where the picture goes, as PNG and SVG.
-        name: what the run is called; its folder's name unless given.
-        record: also append what is drawn to this file, as records.
+        run: folder that `headmax train` wrote.
+        out: folder for the plot, as PNG and SVG.
+        name: title of the plot; the run's folder unless given.
+        record: also append what is plotted to this file, as records.
     """
     from headmax import records
     from headmax.analysis.curves import digest, draw
@@ -74,28 +131,3 @@ def curves(run: Path, /, out: Path = Path("curves"), name: str | None = None, re
         records.append(record, found)
     for path in draw(found, out, found[0].case):
         print(f"headmax: wrote {path}")
-
-
-def demo(
-    seed: int = 0,
-    heads: int = 4,
-    pairs: int = 16,
-    key: int = 8,
-    steps: int = 600,
-    out: Path = Path("runs/demo"),
-    record: Path | None = None,
-) -> None:
-    """Train one tiny backbone three times on associative recall: plain, with uniform gates, with softmax gates.
-
-    Args:
-        seed: of initialisation and data.
-        heads: of the linear-attention layers.
-        pairs: key-value pairs to remember.
-        key: width of a head's query and key.
-        steps: training steps of each model.
-        out: where the picture and the records go.
-        record: also append the records to this file.
-    """
-    from headmax.demo.recall import run
-
-    run(seed=seed, heads=heads, pairs=pairs, key=key, steps=steps, out=out, record=record)

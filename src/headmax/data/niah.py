@@ -57,6 +57,20 @@ def words() -> tuple[list[str], list[str]]:
     return sorted(set(source.filter(include_categories=["adjective"]))), sorted(set(source.filter(include_categories=["noun"])))
 
 
+def generated_prose(number: int = 4000, seed: int = 0) -> list[str]:
+    """Sentences of random words, such as "The quiet river lifts a wooden lantern.", for machines without the essays of RULER."""
+    from wonderwords import RandomWord
+
+    rng = random.Random(seed)
+    adjectives, nouns = words()
+    verbs = sorted(set(RandomWord().filter(include_categories=["verb"])))
+
+    def thing(article: str) -> str:
+        return f"{article} {rng.choice(adjectives)} {rng.choice(nouns)}"
+
+    return [f"{thing('The')} {rng.choice(verbs)}s {thing('the')} near {thing('some')}." for _ in range(number)]
+
+
 @dataclass(frozen=True)
 class Needles:
     """S-NIAH-`task` in prompts of at most `length` tokens, the room for the answer included."""

@@ -45,6 +45,8 @@ class Settings:
     """Most tokens that a model reads at a time; none, but for retrieval tasks, which are cut to 4K tokens."""
     seed: int = 42
     """Of needles and recall sequences."""
+    haystack: str | None = None
+    """The text that needles are hidden in: a file, "generated", or None for RULER's essays from the hub."""
 
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
@@ -112,7 +114,7 @@ class Evaluation:
                 if name in names.NIAH:
                     number = min(NEEDLE_SAMPLES, self.settings.limit or NEEDLE_SAMPLES)
                     count = self._lm(name, _refuse).tok_encode
-                    made = tasks.build_needles(name, self.settings.data_dir, number, lambda text: len(count(text)), self.settings.seed)
+                    made = tasks.build_needles(name, self.settings.haystack, number, lambda text: len(count(text)), self.settings.seed)
                 else:
                     made = tasks.build(name, self.settings.data_dir)
             self._built[name] = made

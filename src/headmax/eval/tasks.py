@@ -13,15 +13,16 @@ from lm_eval.api.metrics import mean
 from lm_eval.api.task import ConfigurableTask, Task
 from lm_eval.tasks._yaml_loader import load_yaml
 
-from headmax.data.niah import ANSWER_TOKENS, Needles, sentences
+from headmax.data.niah import ANSWER_TOKENS, Needles, generated_prose, sentences
 from headmax.eval import local
 from headmax.eval.names import NIAH
 
 FOLDERS = {"lambada_openai": "lambada", "arc_easy": "arc", "arc_challenge": "arc"}
 """Of the harness's tasks, where it is not the task's name."""
-PROSE = ("classic_books_md.valid.txt", "enwiki_a.valid.txt")
-"""Haystacks in a data folder; on the hub there are the essays that RULER uses."""
 ESSAYS = "baber/paul_graham_essays"
+"""The haystack of RULER, on the hub."""
+GENERATED = "generated"
+"""The haystack that `data.niah.generated_prose` makes."""
 
 
 def _settings(name: str) -> dict[str, Any]:
@@ -106,19 +107,21 @@ class NeedleTask(ConfigurableTask):
         return {"acc": True, "answer_logprob": True}
 
 
-def prose(folder: Path | None) -> tuple[list[str], str]:
-    """(sentences of a haystack, where they are from)."""
-    if folder is not None:
-        path = local.find(folder, *PROSE)
-        return sentences(local.read_text(path)[: 2**20]), path.name.removesuffix(".xz")
+def prose(haystack: str | None) -> tuple[list[str], str]:
+    """(sentences of a haystack, where they are from): a file, `GENERATED`, or the essays of RULER if None."""
+    if haystack == GENERATED:
+        return generated_prose(), f"{GENERATED} sentences"
+    if haystack is not None:
+        return sentences(local.read_text(Path(haystack))[: 2**20]), Path(haystack).name.removesuffix(".xz")
     try:
         return sentences(" ".join(datasets.load_dataset(ESSAYS, split="train")["text"])), ESSAYS
     except Exception as error:
-        raise ValueError(f"haystack {ESSAYS} is not to be had from the hub ({_line(error)}); give prose with --data-dir") from error
+        hint = f"name a text file with --haystack, or use --haystack {GENERATED}"
+        raise ValueError(f"haystack {ESSAYS} cannot be loaded from the hub ({_line(error)}); {hint}") from error
 
 
-def build_needles(name: str, folder: Path | None, number: int, count_tokens: Callable[[str], int], seed: int) -> tuple[Task, str]:
+def build_needles(name: str, haystack: str | None, number: int, count_tokens: Callable[[str], int], seed: int) -> tuple[Task, str]:
     """(an S-NIAH task, where its haystack is from)."""
     kind, length = NIAH[name]
-    haystack, source = ([], "noise sentence") if kind == 1 else prose(folder)
-    return NeedleTask(name, Needles(kind, length, haystack), number, count_tokens, seed), source
+    text, source = ([], "noise sentence") if kind == 1 else prose(haystack)
+    return NeedleTask(name, Needles(kind, length, text), number, count_tokens, seed), source

@@ -32,9 +32,13 @@ class HeadmaxConfig(PreTrainedConfig):
     mixer: str | list[str] = "gla"
     """"linear", "retnet", "gla", "gated_deltanet", "attention", or a list with one entry per layer."""
     hidden_size: int = 1024
+    """Width of the residual stream."""
     num_hidden_layers: int = 24
+    """Blocks."""
     num_heads: int = 4
+    """Heads of every mixer."""
     vocab_size: int = 32_000
+    """Tokens of the vocabulary."""
     head_gate: HeadGateConfig | dict | None = None
     """The softmax over heads; None is the plain backbone."""
     head_k_dim: int | None = None
@@ -55,13 +59,21 @@ class HeadmaxConfig(PreTrainedConfig):
     output_norm: str = "head"
     """Norm of the read-out: "head" as the backbones have it, "joint", "none"."""
     norm_eps: float = 1e-6
+    """Added to the mean square in every norm."""
     rotary_base: float = 10_000.0
+    """Base of the rotary positions (RetNet, attention)."""
     initializer_range: float = 0.02
+    """Standard deviation of the initial weights."""
     tie_word_embeddings: bool = True
+    """Whether embedding and output layer share their weights."""
     use_cache: bool = True
+    """Whether the model returns its states for decoding."""
     pad_token_id: int | None = None
+    """Token that fills up short sequences."""
     bos_token_id: int | None = 1
+    """Token at the start of a text."""
     eos_token_id: int | list[int] | None = 2
+    """Token that ends a text."""
     backend: str = "auto"
     """Which implementation of the ops to run."""
 

@@ -99,11 +99,8 @@ def _choose(op: str, backend: str, device_type: str, unfit: str | None) -> str:
     """The name of the backend, loaded; a compiled graph asks once, when it is traced."""
     table = _tables[op]
     if backend == "auto":
-        reasons = {name: _unavailable(table[name], device_type) for name in AUTO_ORDER if name in table}
-        if "triton" in table:
-            reasons["triton"] = reasons["triton"] or unfit or ("the interpreter is for tests" if device_type != "cuda" else None)
-        backend = next(name for name, reason in reasons.items() if reason is None)
-        if (op, backend, device_type) not in _announced:
+        backend = next(name for name, reason in obstacles(op, device_type, unfit).items() if reason is None)
+        if device_type != "meta" and (op, backend, device_type) not in _announced:
             _announced.add((op, backend, device_type))
             logger.info("%s: backend %r on %s", op, backend, device_type)
             if device_type == "cuda" and (why := _unavailable(table.get("triton", len), device_type)) is not None:
@@ -115,6 +112,15 @@ def _choose(op: str, backend: str, device_type: str, unfit: str | None) -> str:
     if isinstance(chosen := table[backend], Lazy):
         chosen.load()
     return backend
+
+
+def obstacles(op: str, device_type: str, unfit: str | None = None) -> dict[str, str | None]:
+    """The backends of `op` that "auto" considers, fastest first: why each cannot be taken on such a device, or None."""
+    table = _tables[op]
+    reasons = {name: _unavailable(table[name], device_type) for name in AUTO_ORDER if name in table}
+    if "triton" in table:
+        reasons["triton"] = reasons["triton"] or unfit or ("the interpreter is for tests" if device_type != "cuda" else None)
+    return reasons
 
 
 def _unavailable(entry: Callable[..., Any] | Lazy, device_type: str) -> str | None:

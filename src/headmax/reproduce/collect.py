@@ -21,7 +21,7 @@ KEPT = {"answer_logprob"} | {column["metric"] for table in tables.PAPER["tables"
 """Metrics that become records."""
 
 
-def collect(outs: list[Path], data: Path, eval_data: Path, say: Callable[[str], object]) -> int:
+def collect(outs: list[Path], data: Path, eval_data: Path, haystack: Path, say: Callable[[str], object]) -> int:
     """Adds what is new in folders that `headmax reproduce run` wrote to the repository's records. How many records that were."""
     number, asked = 0, requests.read(data / REQUESTS)
     for out in outs:
@@ -31,7 +31,7 @@ def collect(outs: list[Path], data: Path, eval_data: Path, say: Callable[[str], 
         number += len(fresh)
     known = running.finished(running.recorded([running.RESULTS]))
     there = {(Run(**r.extra["run"]), r.extra["tuned"]) for r in records.read(tables.RECORDS) if "run" in r.extra}
-    ways = evaluations(data, eval_data)
+    ways = evaluations(data, eval_data, haystack)
     for path in (out / SCORES for out in outs if (out / SCORES).exists()):
         for scores in read_scores(path, asked):
             if scores.run in known and (scores.run, scores.tuned) not in there:

@@ -29,17 +29,17 @@ HAYSTACK = 100
 """Sequences of the training tokens that needles to train on lie in."""
 
 
-def evaluations(data: Path, eval_data: Path) -> dict[str, Evaluation]:
+def evaluations(data: Path, eval_data: Path, haystack: Path) -> dict[str, Evaluation]:
     """How each task is asked and answered; the same for requests and metrics."""
     config, tokenizer = HeadmaxConfig(vocab_size=Index.read(data).vocab_size), load_tokenizer(data)
-    by_limit = {limit: Evaluation(config, tokenizer, Settings(eval_data, limit)) for limit in set(TASKS.values())}
+    by_limit = {limit: Evaluation(config, tokenizer, Settings(eval_data, limit, haystack=str(haystack))) for limit in set(TASKS.values())}
     return {task: by_limit[limit] for task, limit in TASKS.items()}
 
 
-def prepare(data: Path, eval_data: Path, say: Callable[[str], object]) -> None:
+def prepare(data: Path, eval_data: Path, haystack: Path, say: Callable[[str], object]) -> None:
     """Writes requests.jsonl and needles.npz into a folder that `headmax data prepare` wrote."""
     made: dict[str, list[requests.Request]] = {}
-    for task, evaluation in evaluations(data, eval_data).items():
+    for task, evaluation in evaluations(data, eval_data, haystack).items():
         made |= evaluation.requests([task], say)
         if evaluation.failures:
             raise ValueError(evaluation.failures[0])
@@ -47,5 +47,5 @@ def prepare(data: Path, eval_data: Path, say: Callable[[str], object]) -> None:
     say("needles")
     tokenizer = load_tokenizer(data)
     text = TokenShards(data, length=runs.LENGTH, seed=needles.SEED).batch(range(HAYSTACK)).input_ids
-    haystack = sentences(tokenizer.decode(np.ravel(text), skip_special_tokens=True))
-    needles.write(data / needles.NEEDLES, runs.NEEDLE_STEPS * runs.BATCH, runs.LENGTH, haystack, tokenizer)
+    training_text = sentences(tokenizer.decode(np.ravel(text), skip_special_tokens=True))
+    needles.write(data / needles.NEEDLES, runs.NEEDLE_STEPS * runs.BATCH, runs.LENGTH, training_text, tokenizer)

@@ -112,8 +112,8 @@ class TrainConfig:
     """Steps between checkpoints; 0: only at the end."""
     max_skipped_steps: int = 10
     """How many steps with a NaN or Inf loss or gradient are skipped before the run stops."""
-    device: str | None = None
-    """cpu or cuda; None: a GPU if there is one."""
+    device: str = "auto"
+    """Where to run: auto takes a GPU if there is one, else cpu; or cpu, cuda."""
     parallel: Strategy = "ddp"
     """What several processes do: ddp gives each a whole model, fsdp (FSDP2) shares out parameters, gradients and optimizer."""
     optim: OptimConfig = field(default_factory=OptimConfig)

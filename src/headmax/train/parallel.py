@@ -58,7 +58,7 @@ class World:
 
 def find_device(name: str | None, asked: str = "") -> torch.device:
     """The device of that name for this process, its own GPU where there are several; ValueError says who `asked`."""
-    kind = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    kind = ("cuda" if torch.cuda.is_available() else "cpu") if name in (None, "auto") else str(name)
     if kind.split(":")[0] not in ("cpu", "cuda") or (kind.startswith("cuda") and not torch.cuda.is_available()):
         raise ValueError(f"{asked or f'--device {kind}'}: this machine has cpu{' and cuda' * torch.cuda.is_available()}")
     if kind == "cuda":

@@ -1,0 +1,43 @@
+"""`headmax demo`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from headmax.cli.options import File, OutFolder
+
+
+def demo(seed: int = 0, out: OutFolder = Path("runs/demo"), record: File = None) -> None:
+    """Train three small language models on Python's own source and compare them.
+
+    Args:
+        seed: random seed of initialisation and data order.
+        out: folder for the data, the runs, the picture and the report.
+        record: also append the records to this file.
+    """
+    raise ValueError("not yet")
+
+
+def recall(
+    seed: int = 0,
+    heads: int = 4,
+    pairs: int = 16,
+    key: int = 8,
+    steps: int = 600,
+    out: OutFolder = Path("runs/recall"),
+    record: File = None,
+) -> None:
+    """Train three tiny models on associative recall and compare them.
+
+    Args:
+        seed: random seed of initialisation and data.
+        heads: heads of the linear-attention layers.
+        pairs: key-value pairs to remember.
+        key: width of a head's query and key.
+        steps: training steps of each model.
+        out: folder for the picture and the records.
+        record: also append the records to this file.
+    """
+    from headmax.demo.recall import run
+
+    run(seed=seed, heads=heads, pairs=pairs, key=key, steps=steps, out=out, record=record)

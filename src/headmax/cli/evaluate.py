@@ -1,0 +1,72 @@
+"""`headmax eval`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+from headmax.cli.options import (
+    Checkpoint,
+    Device,
+    File,
+    Folder,
+    Name,
+    Number,
+    OptionalCheckpoint,
+    OptionalCount,
+    Text,
+    Words,
+    find_device,
+    metavar,
+)
+
+
+def evaluate(
+    checkpoint: Checkpoint,
+    /,
+    tasks: Words = ("commonsense", "retrieval", "niah", "mqar"),
+    data_dir: Folder = None,
+    haystack: Text = None,
+    limit: Number = None,
+    out: File = None,
+    device: Device = "auto",
+    dtype: Annotated[Literal["float32", "bfloat16", "float16", "float64"] | None, metavar("DTYPE")] = None,
+    max_length: Number = None,
+    stage: Literal["all", "requests", "score", "metrics"] = "all",
+    work: Folder = None,
+    tokenizer: OptionalCheckpoint = None,
+    name: Name = None,
+    batch_tokens: OptionalCount = None,
+    seed: int = 42,
+) -> None:
+    """Run the paper's benchmarks on a model; rerun to resume.
+
+    Args:
+        checkpoint: a model folder, a run of `headmax train`, or a model on the Hugging Face hub.
+        tasks: tasks, or the groups commonsense, retrieval, niah and mqar.
+        data_dir: folder with the tasks' files; without it they come from the hub.
+        haystack: text to hide needles in: a file, or `generated`; RULER's essays from the hub unless given.
+        limit: evaluate only the first N documents of each task.
+        out: append the records to this file; records.jsonl in the work folder unless given.
+        device: where to run; auto takes a GPU if there is one.
+        dtype: of the weights: float32, bfloat16, float16 or float64; bfloat16 on a GPU and float32 on a CPU unless given.
+        max_length: longest input in tokens; longer ones are cut, counted and reported. No limit unless given (retrieval: 4096).
+        stage: run one stage only; `score` needs nothing but torch, transformers and the work folder.
+        work: folder for requests.jsonl and scores.jsonl; runs/eval/MODEL unless given.
+        tokenizer: where the tokenizer is, if not with the model.
+        name: the model's name in records; the recipe's or the folder's unless given.
+        batch_tokens: tokens per forward pass; 65,536 on a GPU and 16,384 on a CPU unless given.
+        seed: random seed of needles and recall sequences.
+    """
+    from headmax.eval import terminal
+    from headmax.eval.run import Settings
+
+    settings = Settings(data_dir, limit, max_length, seed, haystack)
+    default = Path("runs/eval") / Path(checkpoint).resolve().name
+    place = terminal.Place(checkpoint, tokenizer or checkpoint, work or default, name)
+    failures = terminal.run(place, ",".join(tasks), settings, stage, out, find_device(device), dtype, batch_tokens)
+    for line in failures:
+        print(f"headmax: {line}", file=sys.stderr)
+    if failures:
+        sys.exit(2)

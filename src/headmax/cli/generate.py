@@ -1,0 +1,83 @@
+"""`headmax generate`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import tyro
+
+from headmax.cli.options import Checkpoint, Device, File, Number, OptionalCheckpoint, Text, find_device, metavar
+
+
+def generate(
+    checkpoint: Checkpoint,
+    /,
+    prompt: Text = None,
+    file: File = None,
+    max_new_tokens: int = 256,
+    greedy: bool = False,
+    temperature: float = 1.0,
+    top_k: Number = None,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    seed: int = 0,
+    stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, metavar("TEXT")] = (),
+    prefix: File = None,
+    save_prefix: File = None,
+    tokenizer: OptionalCheckpoint = None,
+    device: Device = "auto",
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, metavar("float32|bfloat16|float16")] = None,
+    state_dtype: Literal["float32", "bfloat16"] = "float32",
+    max_length: Number = None,
+    compile: bool = False,
+) -> None:
+    """Continue a text, streamed; without a prompt, lines of standard input.
+
+    Args:
+        checkpoint: a model folder, a run of `headmax train`, or a model on the Hugging Face hub.
+        prompt: text to continue.
+        file: file with the text to continue.
+        max_new_tokens: tokens to generate at most; the model's end-of-text token ends it too.
+        greedy: always take the most likely token.
+        temperature: divides the logits.
+        top_k: keep only the K most likely tokens.
+        top_p: keep only the most likely tokens that together have this probability.
+        min_p: keep only tokens at least this likely, relative to the most likely one.
+        repetition_penalty: above 1, makes tokens that have occurred less likely.
+        seed: random seed; the same seed gives the same text.
+        stop: string that ends the text; repeat the option for several.
+        prefix: file from --save-prefix: the prompt continues the text read then.
+        save_prefix: read the prompt, save the model's state in this file, and generate nothing.
+        tokenizer: where the tokenizer is, if not with the model.
+        device: where to run; auto takes a GPU if there is one.
+        dtype: of the weights; bfloat16 on a GPU and float32 on a CPU unless given.
+        state_dtype: of the recurrent states.
+        max_length: longest text in tokens; only models with attention layers need it.
+        compile: compile the model first; slower to start, faster per token on a CPU.
+    """
+    import torch
+
+    from headmax import durable
+    from headmax.generate import GREEDY, Engine, Sampling, terminal
+    from headmax.train.loading import load_model, load_tokenizer
+
+    if prompt is not None and file is not None:
+        raise ValueError("give --prompt or --file, not both")
+    text = durable.read_text(file) if file is not None else prompt
+    if save_prefix is not None and text is None:
+        raise ValueError("--save-prefix needs --prompt or --file")
+    sampling = GREEDY if greedy else Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+    settings = terminal.Settings(max_new_tokens, sampling, stop)
+    model = load_model(checkpoint, find_device(device), dtype and getattr(torch, dtype))
+    words = load_tokenizer(tokenizer or checkpoint)
+    if compile:
+        model.model.compile_blocks()
+    engine = Engine(model, max_batch=1, state_dtype=getattr(torch, state_dtype), max_length=max_length, tokenizer=words)
+    before = None if prefix is None else engine.load_prefix(prefix)
+    if text is None:
+        terminal.interact(engine, before, settings)
+    elif save_prefix is not None:
+        terminal.keep(engine, text, before, save_prefix)
+    else:
+        terminal.continue_text(engine, text, before, settings)

@@ -1,0 +1,55 @@
+"""`headmax inspect`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from headmax.cli.options import Checkpoint, Device, File, OptionalCheckpoint, OutFile, at_least, find_device, metavar
+
+
+def inspect(
+    checkpoint: Checkpoint,
+    /,
+    prompt: Annotated[str | None, metavar("TEXT", "--text")] = None,
+    file: File = None,
+    out: OutFile = Path("report.html"),
+    compare: OptionalCheckpoint = None,
+    tokenizer: OptionalCheckpoint = None,
+    max_tokens: int = 10_000,
+    device: Device = "auto",
+) -> None:
+    """Show which head wins each token of a text, as one HTML file.
+
+    Args:
+        checkpoint: a model folder, a run of `headmax train`, or a model on the Hugging Face hub.
+        prompt: the text.
+        file: file with the text.
+        out: HTML file to write; it opens in any browser and needs no network.
+        compare: another model with the same tokenizer, shown beside the first.
+        tokenizer: where the tokenizer is, if not with the model.
+        max_tokens: longer texts are cut there.
+        device: where to run; auto takes a GPU if there is one.
+    """
+    from rich.console import Console
+
+    from headmax import durable
+    from headmax.analysis import gates, report
+
+    if (prompt is None) == (file is None):
+        raise ValueError("give the text with --prompt or --file, one of the two")
+    at_least(1, max_tokens=max_tokens)
+    place = find_device(device)
+    text = durable.read_text(file) if file is not None else prompt or ""
+    models = [checkpoint] if compare is None else [checkpoint, compare]
+    names = [Path(model).resolve().name for model in models]
+    if len(set(names)) < len(names):
+        names = models
+    traces = []
+    for model, name in zip(models, names, strict=True):
+        with Console(stderr=True).status(f"reading with {name}"):
+            traces.append(gates.of_checkpoint(model, text, name=name, tokenizer=tokenizer, most=max_tokens, device=place))
+    report.write(out, traces)
+    tokens = len(traces[0].tokens)
+    cut = f", cut at --max-tokens {max_tokens:,}" if tokens == max_tokens else ""
+    print(f"headmax: wrote {out}: {tokens:,} tokens{cut}, {out.stat().st_size / 2**20:.1f} MiB")

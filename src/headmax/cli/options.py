@@ -1,0 +1,94 @@
+"""The kinds of options that commands share: how they are named, written and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from tyro.constructors import PrimitiveConstructorSpec
+
+COMMA_SEPARATED = "comma-separated"
+"""Marks options whose values stand in one word, as in `--tasks a,b`."""
+
+
+def shown_default(default: str) -> str:
+    return "" if default in ("None", "") else f"(default: {default})"
+
+
+def metavar(name: str, *aliases: str) -> Any:
+    return tyro.conf.arg(metavar=name, aliases=aliases, help_behavior_hint=shown_default)
+
+
+def separated(kind: Callable[[str], Any], name: str) -> Any:
+    """A list in one word: `--batches 1,8,64`."""
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=name,
+        instance_from_str=lambda given: tuple(kind(word.strip()) for word in given[0].split(",") if word.strip()),
+        is_instance=lambda value: isinstance(value, tuple),
+        str_from_instance=lambda value: [",".join(map(str, value))],
+    )
+
+
+def count(text: str) -> int:
+    """A number of tokens: 500000, 15e9, 0.5M or 15B."""
+    scale = {"K": 10**3, "M": 10**6, "B": 10**9}.get(text[-1:].upper(), 1)
+    try:
+        number = float(text[:-1] if scale > 1 else text) * scale
+    except ValueError:
+        raise ValueError(f"must be a number such as 500000, 15e9, 0.5M or 15B, got {text!r}") from None
+    if not 1 <= number < 1e18:
+        raise ValueError(f"must be between 1 and 1e18, got {text}")
+    return round(number)
+
+
+COUNT = PrimitiveConstructorSpec(
+    nargs=1,
+    metavar="TOKENS",
+    instance_from_str=lambda given: count(given[0]),
+    is_instance=lambda value: value is None or isinstance(value, int),
+    str_from_instance=lambda value: [str(value)],
+)
+
+Recipe = Annotated[str, metavar("RECIPE")]
+Checkpoint = Annotated[str, metavar("CHECKPOINT")]
+OptionalCheckpoint = Annotated[str | None, metavar("CHECKPOINT")]
+Device = Annotated[str, metavar("auto|cpu|cuda")]
+Text = Annotated[str | None, metavar("TEXT")]
+Name = Annotated[str | None, metavar("NAME")]
+File = Annotated[Path | None, metavar("FILE")]
+Folder = Annotated[Path | None, metavar("FOLDER")]
+OutFile = Annotated[Path, metavar("FILE")]
+OutFolder = Annotated[Path, metavar("FOLDER")]
+Number = Annotated[int | None, metavar("N")]
+Seconds = Annotated[float | None, metavar("SECONDS")]
+Count = Annotated[int, COUNT, metavar("TOKENS")]
+OptionalCount = Annotated[int | None, COUNT, metavar("TOKENS")]
+Words = Annotated[tuple[str, ...], separated(str, "A,B"), metavar("A,B"), COMMA_SEPARATED]
+Numbers = Annotated[tuple[int, ...], separated(int, "N,N"), metavar("N,N"), COMMA_SEPARATED]
+
+
+def find_device(name: str, needed_by: str = "") -> str:
+    """The device that "auto" stands for, or the one named; ValueError where this machine has no such device."""
+    from headmax.train.parallel import find_device
+
+    return str(find_device(name, f"{needed_by} needs a CUDA GPU" if needed_by else ""))
+
+
+def at_least(least: int, **numbers: int | tuple[int, ...] | None) -> None:
+    """ValueError names the first option that is below; one that was not given is not."""
+    for name, given in numbers.items():
+        several = given if isinstance(given, tuple) else () if given is None else (given,)
+        if any(number < least for number in several):
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {','.join(map(str, several))}")
+
+
+def one_of(option: str, given: tuple[str, ...], known: tuple[str, ...]) -> None:
+    """ValueError names the first word that is not known."""
+    from headmax.ops.registry import suggest
+
+    for word in given:
+        if word not in known:
+            raise ValueError(f"--{option}: unknown {word!r}{suggest(word, known)}")

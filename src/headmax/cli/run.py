@@ -1,0 +1,122 @@
+"""Running a command: its options from the command line or a file, and what becomes of errors."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import inspect
+import io
+import logging
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import tyro
+
+from headmax.cli.config_file import dump_config, expand
+from headmax_cli.commands import COMMANDS, FAMILIES, Command
+
+Function = Callable[..., None]
+
+
+def run_command(command: Command, arguments: list[str], debug: bool) -> int:
+    """Parses the arguments, calls the function and returns the exit code; an error becomes one line on standard error."""
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("headmax").setLevel(logging.INFO)
+    try:
+        function = load(command, arguments)
+        dump = "--dump-config" in arguments
+        values = parse(function, command.name, expand(function, [argument for argument in arguments if argument != "--dump-config"]))
+        if dump:
+            print(dump_config(function, values), end="")
+        else:
+            call(function, values)
+    except SystemExit as end:  # from --help, or a command that has said what is wrong
+        return end.code if isinstance(end.code, int) else 0
+    except (KeyboardInterrupt, BrokenPipeError):
+        raise
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        status, line = explain(error)
+        print(f"headmax: {line}", file=sys.stderr)
+        return status
+    return 0
+
+
+def explain(error: Exception) -> tuple[int, str]:
+    """Exit code and line of an error: 2 where the caller can mend it, 1 where headmax is at fault."""
+    if hasattr(error, "exit_status"):
+        return error.exit_status, str(error)
+    if isinstance(error, OSError) and error.strerror and not isinstance(error, FileNotFoundError):
+        return 2, f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    if isinstance(error, ValueError | OSError):
+        return 2, str(error)
+    if isinstance(error, ImportError):
+        return 2, str(error)
+    text = " ".join(str(error).split())
+    return 1, f"internal error, {type(error).__name__}: {text}; --debug shows where. Please report it with the output of `headmax env`"
+
+
+def load(command: Command, arguments: list[str]) -> Function:
+    """The function of a command."""
+    module, name = command.target.split(":")
+    function = getattr(importlib.import_module(module), name)
+    return function(arguments) if command.built else function
+
+
+def parse(function: Function, name: str, arguments: list[str]) -> dict[str, Any]:
+    """The function's arguments by name; ValueError in one line where the command line is wrong."""
+    keep = functools.wraps(function)(lambda *args, **kwargs: (args, kwargs))
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            args, kwargs = tyro.cli(keep, prog=f"headmax {name}", args=arguments, config=(tyro.conf.DisallowNone,))
+    except SystemExit as end:
+        if end.code:
+            raise ValueError(f"{name}: {one_line(said.getvalue())} (see `headmax {name} --help`)") from None
+        raise
+    return dict(zip(inspect.signature(function).parameters, args, strict=False)) | kwargs
+
+
+def call(function: Function, values: dict[str, Any]) -> None:
+    bound = inspect.signature(function).parameters
+    first = [values[name] for name, parameter in bound.items() if parameter.kind is parameter.POSITIONAL_ONLY]
+    function(*first, **{name: value for name, value in values.items() if bound[name].kind is not bound[name].POSITIONAL_ONLY})
+
+
+def one_line(box: str) -> str:
+    """What tyro says in a box, without the box, its title and its pointer to the help."""
+    lines = [line.strip(" │╭╮╰╯") for line in box.splitlines()[1:]]  # without UTF-8 only the rules are drawn, as hyphens
+    parts = [" ".join(part.split()) for part in re.split(r"^[─-]{3,}$", "\n".join(lines), flags=re.MULTILINE)]
+    message, *more = filter(None, parts)
+    message = re.sub(
+        r"^Error parsing (\S+): no type matching (\S+) could be instantiated from \['(.*?)'\]\..*", r"\1 must be \2, got '\3'", message
+    )
+    message = re.sub(r"^Missing from headmax [\w ]+: (\S+( [A-Z]+)?).*", r"missing \1", message)
+    message = message.removeprefix("Error parsing ").replace("Unrecognized options: ", "unknown option ")
+    similar = next((part.removeprefix("Perhaps you meant: ").split()[0] for part in more if part.startswith("Perhaps you meant")), None)
+    return f"{message}; did you mean {similar}?" if similar else message.rstrip(".")
+
+
+def completion(shell: str = "") -> int:
+    """Prints a completion script for all commands."""
+    shells = ("bash", "zsh", "tcsh", "fish")
+    if shell not in shells:
+        print(f"headmax: --completion needs a shell: {', '.join(shells)}", file=sys.stderr)
+        return 2
+    whole = tyro.extras.SubcommandApp()
+    families = {family: tyro.extras.SubcommandApp() for family in FAMILIES if family not in COMMANDS}
+    for command in COMMANDS.values():
+        family, _, member = command.name.partition(" ")
+        if family in families:
+            families[family].command(name=member)(load(command, []))
+        elif not member:
+            whole.command(name=family)(load(command, []))
+    for family, app in families.items():
+        whole.command(app, name=family, help=FAMILIES[family])
+    whole.cli(prog="headmax", args=["--tyro-print-completion", shell])
+    return 0

@@ -1,0 +1,3 @@
+from headmax_cli import main
+
+main()
