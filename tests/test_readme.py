@@ -18,7 +18,7 @@ TEXT = (ROOT / "README.md").read_text()
 def test_its_code_runs() -> None:
     scope: dict = {}
     blocks = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 4
     for block in blocks:
         exec(block, scope)
     assert scope["read"].shape == (1, 100, 4)
@@ -39,8 +39,8 @@ def test_its_figures_are_those_of_the_records() -> None:
     assert readme.kernels().count("x as fast") == 1, "only the peer's own op is compared with it"
 
 
-def test_its_tree_is_the_tree() -> None:
-    tree = TEXT.split("## The tree")[1].split("```")[1]
+def test_the_tree_of_contributing_is_the_tree() -> None:
+    tree = (ROOT / "CONTRIBUTING.md").read_text().split("## The tree")[1].split("```")[1]
     for name in re.findall(r"^  (?:  )?([a-z_]+(?:\.py|/))", tree, flags=re.MULTILINE):
         assert list((ROOT / "src/headmax").rglob(name.rstrip("/"))), name
     for path in (ROOT / "src/headmax").iterdir():

@@ -78,7 +78,7 @@ def answers(results: Results) -> Iterator[str]:
 
 
 def answer(question: str, what: str, wanted: int, digits: int, differences: Mapping[str, Seeds]) -> str:
-    words = {1: "better", -1: "worse", 0: "not told apart"}
+    words = {1: "better", -1: "worse", 0: "no significant difference"}
     said = {b: words[told_apart(x) * wanted] if interval(x) else FEW for b, x in differences.items()}
     each = [f"{TITLES[b]} " + (f"{show(x, digits, True)} ({said[b]})" if x else MISSING) for b, x in differences.items()]
     return f"- **{question}** {what[0].upper()}{what[1:]}: {'; '.join(each)}."
@@ -141,7 +141,7 @@ def verdicts(results: Results) -> Iterator[str]:
     kinds = (HELD, OPPOSITE, MISSING, FLOOR, FEW)
     held, opposite, missing, chance, open_ = (sum(x.startswith(verdict) for x in judged) for verdict in kinds)
     unclear = len(rows) - held - opposite - missing - chance - open_
-    yield f"Of {len(rows)} claims {held} held and {opposite} turned out the opposite; {unclear} were not told apart, {open_} have too few"
+    yield f"Of {len(rows)} claims {held} held and {opposite} turned out the opposite; {unclear} show no significant difference, {open_} have too few"
     yield f"seeds, {chance} could not be told since both models do no better than chance, {missing} are not measured. Held, or opposite:"
     yield "the 95% interval of the mean difference over three seeds leaves out zero. Each claim is judged by itself: where"
     yield "nothing differs, about one in twenty would be judged so all the same. An effect must be about 2.5 times its standard deviation"

@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from headmax import records
+from headmax.analysis.figures import TITLES
 from headmax.demo.recall import VARIANTS, mean, seed_scores
 from headmax.reproduce.recommend import all_evidence, verdict
 from headmax.reproduce.report import answers
-from headmax.reproduce.results import Results
+from headmax.reproduce.results import LOSS, Results, relative, show, told_apart
+from headmax.reproduce.runs import LINEAR, Run, comparable
 
 
 def kernels() -> str:
@@ -101,8 +103,7 @@ def steps() -> str:
         "flash-linear-attention's are not, have the gates put on by hand, and its GDN runs under Triton",
         f"{theirs.extra['triton']}, since it refuses 3.6 on this GPU. Transformer++, timed with launches less far ahead of the GPU:",
         f"{other.value:,.0f} tokens/s (commit {other.commit[:7]}). First step of {cold[0].case.split()[0]} with empty caches: {first}",
-        f"(commit {cold[0].commit[:7]}). Other lengths are in [docs/reproduction.md](docs/reproduction.md#training), what bounds it all in",
-        "[docs/performance.md](docs/performance.md).",
+        f"(commit {cold[0].commit[:7]}). Other lengths are in [the reproduction](reproduction.md#training).",
     ]
     return "\n".join([*lines, "", *note])
 
@@ -151,6 +152,39 @@ def peers() -> str:
 def gates() -> str:
     """What the reproduction answers."""
     return "\n".join(answers(Results(records.RESULTS)))
+
+
+def findings() -> str:
+    """The three contrasts that a reader asks for first, by backbone."""
+    results = Results(records.RESULTS)
+    contrasts = {
+        "softmax gates, against no gates": ("softmax", "plain"),
+        "no gates but a smaller output (x 1/H), against no gates": ("uniform-read-after", "plain"),
+        "softmax gates, against gates frozen at 1/H: the competition itself": ("softmax", "uniform"),
+    }
+    lines = [f"| perplexity, % | {' | '.join(TITLES[b] for b in LINEAR)} |", "|---" * (1 + len(LINEAR)) + "|"]
+    for contrast, (one, other) in contrasts.items():
+        differences = [relative(results.paired(LOSS, *comparable(Run(b, one), Run(b, other)))) for b in LINEAR]
+        cells = [f"**{show(x, 1, True)}**" if told_apart(x) else show(x, 1, True) for x in differences]
+        lines.append(f"| {' | '.join([contrast, *cells])} |")
+    note = "Mean ± standard deviation over three seeds, 37M parameters, 17M tokens; bold: the 95% interval excludes zero."
+    return "\n".join([*lines, "", note])
+
+
+def speed() -> str:
+    """Training steps of one commit beside the peer's."""
+    recipe, commit = "gdn-340m", "5b63018"
+    found = [r for r in records.read(records.RESULTS / "train_h200.jsonl") if r.case == f"{recipe} 4096x8" and r.commit.startswith(commit)]
+    values = {(r.impl, r.metric): r for r in found}
+    lines = [f"| {recipe}, 8 x 4096 tokens a step | tokens/s | GiB |", "|---|---|---|"]
+    names = {"headmax": "headmax, compiled", "fla": "flash-linear-attention, not compiled"}
+    for variant in ("plain", "softmax"):
+        for impl, name in names.items():
+            rate, memory = (values[impl, f"{variant}/{metric}"] for metric in ("tokens per second", "peak memory"))
+            gates = {"plain": "no gates", "softmax": "softmax gates" if impl == "headmax" else "softmax gates in plain PyTorch"}[variant]
+            lines.append(f"| {name}, {gates} | {rate.value:,.0f} | {memory.value:.1f} |")
+    note = f"{found[0].device}, float32 parameters, bfloat16 compute, CUDA graphs, commit {commit}."
+    return "\n".join([*lines, "", note])
 
 
 def recommended() -> str:
@@ -246,6 +280,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "profile": profile,
     "step_time": step_time,
     "decoding": decoding,
+    "findings": findings,
+    "speed": speed,
     "gates": gates,
     "recommended": recommended,
     "demo": demo,

@@ -20,7 +20,7 @@ LEAST = 2
 RULE = (
     "Rule: other settings take the default's place only if they were measured in all columns and are better in at least two and worse in",
     "none, where better and worse mean that the 95% interval of the mean difference over seeds leaves out zero. Of several such settings",
-    "the one with the lowest loss of GLA is taken, or one with fewer changes that is not told apart from it. Otherwise the default stays.",
+    "the one with the lowest loss of GLA is taken, or one with fewer changes that does not differ significantly from it. Otherwise the default stays.",
 )
 
 
@@ -148,7 +148,7 @@ def verdict(results: Results, found: Mapping[Setting, Evidence]) -> Iterator[str
     signs = {column: told_apart(differences) * wanted for column, (differences, wanted) in frozen.items() if interval(differences)}
     if now.variant == PAPER and signs:
         counts = [list(signs.values()).count(sign) for sign in (0, 1, -1)]
-        yield f"Of {len(signs)} columns that have three seeds, gates frozen at 1/H were not told apart from gates that compete in"
+        yield f"Of {len(signs)} columns that have three seeds, gates frozen at 1/H did not differ significantly from gates that compete in"
         yield f"{counts[0]}, better in {counts[1]} and worse in {counts[2]}."
 
 

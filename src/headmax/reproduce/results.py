@@ -164,7 +164,7 @@ def judge(differences: Seeds, wanted: int) -> str:
     if sign := told_apart(differences):
         return HELD if sign == wanted else OPPOSITE
     agree = sum(value * wanted > 0 for value in values)
-    return f"{'not told apart' if interval(differences) else FEW} ({agree} of {len(values)} seeds as claimed)"
+    return f"{'no significant difference' if interval(differences) else FEW} ({agree} of {len(values)} seeds as claimed)"
 
 
 def interval(differences: Seeds) -> tuple[float, float] | None:
