@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from headmax.data.niah import ANSWER_TOKENS, DEPTHS, NOISE, Needles, Sample, sentences
+from headmax.data.niah import ANSWER_TOKENS, DEPTHS, NOISE, Needles, Sample, generated_prose, sentences
 
 pytest.importorskip("wonderwords")
 
@@ -61,3 +61,10 @@ def test_bad_needles_are_refused() -> None:
         Needles(2, 1024)
     with pytest.raises(ValueError, match="length 150 has no room for a question and 128 tokens of answer"):
         list(Needles(1, 150).samples(1, count))
+
+
+def test_generated_prose_is_the_same_every_time_and_has_no_numbers() -> None:
+    text = generated_prose(50)
+    assert text == generated_prose(50) != generated_prose(50, seed=1)
+    assert len(set(text)) == 50
+    assert all(sentence.endswith(".") and not any(map(str.isdigit, sentence)) for sentence in text)

@@ -23,7 +23,7 @@ def test_the_whole_way(data: Path, eval_data: Path, tmp_path: Path, monkeypatch:
     monkeypatch.setitem(runs.PARTS, "language", lambda seed: [asked[seed]])
     monkeypatch.setattr(run, "chosen", lambda *_: 1e-2)
 
-    prepare.prepare(data, eval_data, lambda text: None)
+    prepare.prepare(data, eval_data, eval_data / "prose.txt", lambda text: None)
     rows = needles.NeedleRows(data / "needles.npz")
     assert rows.tokens.shape == (2 * 2, 768)
     assert rows.answers.any(1).all()
@@ -33,7 +33,7 @@ def test_the_whole_way(data: Path, eval_data: Path, tmp_path: Path, monkeypatch:
     options = {"data": data, "budget": 1e9, "device": "cpu", "say": lambda text: None}
     assert run.execute(["language"], out=outs[0], share=(0, 2), **options) == 0
     assert run.execute(["language"], out=outs[1], share=(1, 2), **options) == 0
-    assert collect(outs, data, eval_data, lambda text: None) > 0
+    assert collect(outs, data, eval_data, eval_data / "prose.txt", lambda text: None) > 0
     found = [record for record in records.read(tables.RECORDS) if record.metric != "perplexity"]
     cells = {(r.case, r.metric, r.extra["tuned"], r.extra["run"]["seed"]): r for r in found}
     needle = {("niah_single_1_1k", metric, tuned) for metric in ("acc", "answer_logprob") for tuned in (False, True)}
@@ -43,7 +43,7 @@ def test_the_whole_way(data: Path, eval_data: Path, tmp_path: Path, monkeypatch:
     assert cells["piqa", "acc", False, 0].extra["model"] == "softmax-gla-1x32"
     assert cells["niah_single_1_1k", "acc", True, 1].extra["model"] == "softmax-gla-1x32-needles"
 
-    assert collect(outs, data, eval_data, lambda text: None) == 0, "nothing is added twice"
+    assert collect(outs, data, eval_data, eval_data / "prose.txt", lambda text: None) == 0, "nothing is added twice"
     assert Results(results).seeds("wikitext word_perplexity", asked[1]).keys() == {0, 1}
     text = report.render(Results(results))
     assert "### Needles in a haystack" in text

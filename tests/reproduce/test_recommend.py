@@ -63,7 +63,10 @@ def winner(text: str) -> list[str]:
 def test_where_nothing_differs_the_default_stays(tmp_path: Path, noise: float) -> None:
     text = said(tmp_path, lambda run: 0.0, noise)
     assert "**The default stays, `kind=" in text
-    assert "Of 3 columns that have three seeds, gates frozen at 1/H were not told apart from gates that compete in\n3, better in 0" in text
+    assert (
+        "Of 3 columns that have three seeds, gates frozen at 1/H did not differ significantly from gates that compete in\n3, better in 0"
+        in text
+    )
     assert "**worse**" not in text
 
 

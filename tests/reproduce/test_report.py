@@ -95,7 +95,7 @@ def test_verdicts(page: str) -> None:
         "−9.5 ± 0.2 (−9.9 to −9.1) % of perplexity",
         "**held**, but not seen to be better than frozen gates",
     ]
-    assert row(page, "GLA: it is the competition (softmax below uniform)")[2] == "not told apart (0 of 3 seeds as claimed)"
+    assert row(page, "GLA: it is the competition (softmax below uniform)")[2] == "no significant difference (0 of 3 seeds as claimed)"
     assert row(page, "GLA: it is the competition (softmax below sigmoid)")[2] == "**held**"
     assert row(page, "GDN: it is the competition (softmax below uniform)")[2] == "**the opposite**"
     assert row(page, "The softmax over heads lowers the perplexity of RetNet")[1].endswith("(n=2) % of perplexity")
@@ -112,7 +112,7 @@ def test_in_short(page: str) -> None:
     said = page[page.index("## In short") : page.index("## Setup")]
     assert "**Do gates help a language model?** Softmax less no gates: GLA −9.5 ± 0.2 (better); RetNet " in said
     assert "better than gates frozen at 1/H in\n0 of 3 backbones and worse in 1." in said
-    assert "Softmax less uniform: GLA +0.0 ± 0.0 (not told apart)" in said
+    assert "Softmax less uniform: GLA +0.0 ± 0.0 (no significant difference)" in said
     assert "GDN +2.0 ± 0.0 (worse)" in said
     assert "at the learning rate that is best without gates: GLA +0.500 ± 0.000 (better)" in said
     assert (
@@ -174,7 +174,7 @@ def test_judgement() -> None:
     assert judge({0: -1.0}, -1) == "too few seeds (1 of 1 seeds as claimed)"
     assert judge({0: -1.0, 1: -1.1, 2: -0.9}, -1) == "**held**"
     assert judge({0: -1.0, 1: -1.1, 2: -0.9}, 1) == "**the opposite**"
-    assert judge({0: -1.0, 1: -0.01, 2: 0.2}, -1) == "not told apart (2 of 3 seeds as claimed)"
+    assert judge({0: -1.0, 1: -0.01, 2: 0.2}, -1) == "no significant difference (2 of 3 seeds as claimed)"
     assert show({0: 1.0, 1: 2.0}) == "1.50 ± 0.71 (n=2)"
     assert show({}) == MISSING
 

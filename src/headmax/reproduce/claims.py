@@ -141,8 +141,9 @@ def verdicts(results: Results) -> Iterator[str]:
     kinds = (HELD, OPPOSITE, MISSING, FLOOR, FEW)
     held, opposite, missing, chance, open_ = (sum(x.startswith(verdict) for x in judged) for verdict in kinds)
     unclear = len(rows) - held - opposite - missing - chance - open_
-    yield f"Of {len(rows)} claims {held} held and {opposite} turned out the opposite; {unclear} show no significant difference, {open_} have too few"
-    yield f"seeds, {chance} could not be told since both models do no better than chance, {missing} are not measured. Held, or opposite:"
+    yield f"Of {len(rows)} claims {held} held and {opposite} turned out the opposite; {unclear} show no significant difference,"
+    yield f"{open_} have too few seeds, {chance} cannot be judged since both models do no better than chance, {missing} are not measured."
+    yield "Held, or opposite:"
     yield "the 95% interval of the mean difference over three seeds leaves out zero. Each claim is judged by itself: where"
     yield "nothing differs, about one in twenty would be judged so all the same. An effect must be about 2.5 times its standard deviation"
     yield "to be seen; where it was not, nothing is decided."

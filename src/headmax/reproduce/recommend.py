@@ -20,7 +20,8 @@ LEAST = 2
 RULE = (
     "Rule: other settings take the default's place only if they were measured in all columns and are better in at least two and worse in",
     "none, where better and worse mean that the 95% interval of the mean difference over seeds leaves out zero. Of several such settings",
-    "the one with the lowest loss of GLA is taken, or one with fewer changes that does not differ significantly from it. Otherwise the default stays.",
+    "the one with the lowest loss of GLA is taken, or one with fewer changes that does not differ significantly from it.",
+    "Otherwise the default stays.",
 )
 
 
