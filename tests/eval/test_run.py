@@ -167,7 +167,7 @@ def test_without_a_network_the_hub_is_one_clear_line(
     assert code == 2
     piqa, needles = (line for line in errors.splitlines() if line.startswith("headmax: "))
     assert piqa.startswith("headmax: task piqa: not to be had from the hub (ConnectionError: no route to the hub); give its files with")
-    assert needles.startswith("headmax: task niah_single_2_1k: haystack baber/paul_graham_essays is not to be had from the hub")
+    assert needles.startswith("headmax: task niah_single_2_1k: haystack baber/paul_graham_essays cannot be loaded from the hub")
     assert (tmp_path / "records.jsonl").read_text().count("\n") == 1
 
 
