@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headmax.generate.terminal import load, load_tokenizer
 from headmax.layers import HeadGateConfig
 from headmax.models import HeadmaxForCausalLM
 from headmax.train.evaluate import DEAD
+from headmax.train.loading import load_model, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def trace(model: HeadmaxForCausalLM, ids: Tensor, tokens: Sequence[str], name: s
 
 def of_checkpoint(folder: Path, text: str, *, name: str, tokenizer: Path | None = None, most: int = 10_000, device: str = "cpu") -> Trace:
     """The gates of the model in `folder` on the first `most` tokens of `text`."""
-    model = load(folder, device, None)
+    model = load_model(folder, device)
     ids, tokens = encode(load_tokenizer(tokenizer or folder), text)
     return trace(model, ids[:most], tokens[:most], name)
 

@@ -226,11 +226,11 @@ def evaluation(
     from headmax import records
     from headmax.eval.run import Settings
     from headmax.eval.speed import compare
-    from headmax.generate.terminal import load, load_tokenizer
+    from headmax.train.loading import load_model, load_tokenizer
 
     check_device(device)
     torch.set_num_threads(threads)
-    model = load(checkpoint, device, getattr(torch, dtype) if dtype else None)
+    model = load_model(checkpoint, device, getattr(torch, dtype) if dtype else None)
     with Console().status("loading") as status:
         settings = Settings(data_dir, limit)
         measured = list(compare(model, load_tokenizer(checkpoint), settings, tasks, batch_sizes, rounds, status.update))

@@ -9,18 +9,20 @@ from typing import Literal
 from headmax.cli.arguments import at_least, check_device
 
 
-def convert(source: Path, out: Path | None = None, /, to: Literal["headmax", "fla", "hf"] = "headmax") -> None:
+def convert(source: Path, out: Path | None = None, /, to: Literal["headmax", "fla", "hf"] | None = None) -> None:
     """Turn a run of `headmax train`, or a checkpoint folder of flash-linear-attention, into a model folder; weights stay bit for bit.
 
     Args:
         source: the folder to read: a run, or config.json and safetensors files.
         out: the folder to write, new or empty; SOURCE/hf for a run.
         to: hf takes a run's last checkpoint; headmax reads flash-linear-attention's RetNet, GLA, Gated DeltaNet or Transformer;
-            fla writes them.
+            fla writes them. Unless given, hf for a run and headmax for all else.
     """
     from headmax.models.convert import from_fla, to_fla
     from headmax.train.export import to_hf
+    from headmax.train.loading import is_run
 
+    to = to or ("hf" if is_run(source) else "headmax")
     if out is None:
         if to != "hf":
             raise ValueError(f"convert --to {to} needs a second folder, the one to write")
@@ -79,6 +81,7 @@ def generate(
     import torch
 
     from headmax.generate import GREEDY, Engine, Sampling, terminal
+    from headmax.train.loading import load_config, load_model, load_tokenizer
 
     if prompt is not None and file is not None:
         raise ValueError("give --prompt or --file, not both")
@@ -89,9 +92,9 @@ def generate(
     check_device(device)
     sampling = GREEDY if greedy else Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     settings = terminal.Settings(max_new_tokens, sampling, stop)
-    terminal.load_config(checkpoint)  # says what is wrong with a folder, before its tokenizer is missed
-    words = terminal.load_tokenizer(tokenizer or checkpoint)
-    model = terminal.load(checkpoint, device, dtype and getattr(torch, dtype))
+    load_config(checkpoint)  # says what is wrong with a folder, before its tokenizer is missed
+    words = load_tokenizer(tokenizer or checkpoint)
+    model = load_model(checkpoint, device, dtype and getattr(torch, dtype))
     if compile:
         model.model.compile_blocks()
     engine = Engine(model, max_batch=1, state_dtype=getattr(torch, state_dtype), max_length=max_length, tokenizer=words)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from headmax.eval.requests import Request
 from headmax.eval.scores import Score
 from headmax.eval.scoring import Scorer
-from headmax.generate.terminal import load, load_tokenizer
+from headmax.train.loading import load_model, load_tokenizer
 
 Answer = Callable[[Sequence[Request]], Mapping[str, Score]]
 """Scores of all requests, by id."""
@@ -125,7 +124,7 @@ class HeadmaxLM(TokenLM):
             batch_size: not used, nor is max_batch_size: the harness passes them, and sequences are packed by their tokens.
         """
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        model = load(Path(pretrained), device, getattr(torch, dtype) if dtype else None)
-        words = load_tokenizer(Path(tokenizer or pretrained))
+        model = load_model(pretrained, device, getattr(torch, dtype) if dtype else None)
+        words = load_tokenizer(tokenizer or pretrained)
         super().__init__(words, Scorer(model, words, batch_tokens).answers, max_length)
         self._device = model.device

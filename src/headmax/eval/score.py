@@ -17,7 +17,7 @@ from headmax.eval import requests
 from headmax.eval.requests import Request
 from headmax.eval.scores import ScoreFile
 from headmax.eval.scoring import Scorer
-from headmax.generate.terminal import load, load_tokenizer
+from headmax.train.loading import has_tokenizer, load_model, load_tokenizer
 
 REQUESTS, SCORES = "requests.jsonl", "scores.jsonl"
 """The files in a work folder."""
@@ -52,16 +52,13 @@ def score_folder(
 ) -> list[str]:
     """scores.jsonl beside requests.jsonl in a work folder; `say` hears of a task, requests done and requests to do."""
     asked = requests.read(work / REQUESTS)
-    model = load(checkpoint, device or ("cuda" if torch.cuda.is_available() else "cpu"), getattr(torch, dtype) if dtype else None)
+    model = load_model(checkpoint, device or ("cuda" if torch.cuda.is_available() else "cpu"), getattr(torch, dtype) if dtype else None)
     return score(Scorer(model, find_tokenizer(tokenizer), batch_tokens), asked, ScoreFile(work / SCORES), say)
 
 
 def find_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
     """The tokenizer in a folder. Recall needs none, and what needs one says so."""
-    try:
-        return load_tokenizer(folder)
-    except ValueError:
-        return None
+    return load_tokenizer(folder) if has_tokenizer(folder) else None
 
 
 def main() -> None:

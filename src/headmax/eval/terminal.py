@@ -17,7 +17,7 @@ from headmax.eval import names, requests
 from headmax.eval.run import Evaluation, Settings, model_name
 from headmax.eval.score import REQUESTS, SCORES, find_tokenizer, score_folder
 from headmax.eval.scores import ScoreFile
-from headmax.generate.terminal import load_config
+from headmax.train.loading import load_config
 
 Stage = Literal["all", "requests", "score", "metrics"]
 
