@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headmax.data.tokenizer import encode_text
 from headmax.layers import HeadGateConfig
 from headmax.models import HeadmaxForCausalLM
 from headmax.train.evaluate import DEAD
@@ -121,9 +122,9 @@ def of_checkpoint(folder: Path, text: str, *, name: str, tokenizer: Path | None 
 def encode(tokenizer: Any, text: str) -> tuple[Tensor, list[str]]:
     """The tokens of `text` and the piece of it that each stands for; what stands for none, or a part of a character, goes by its name."""
     if not getattr(tokenizer, "is_fast", False):
-        ids = tokenizer(text)["input_ids"]
+        ids = encode_text(tokenizer, text)["input_ids"]
         return torch.tensor(ids), [tokenizer.decode([i]) for i in ids]
-    encoded = tokenizer(text, return_offsets_mapping=True)
+    encoded = encode_text(tokenizer, text, offsets=True)
     ids, names = encoded["input_ids"], tokenizer.convert_ids_to_tokens(encoded["input_ids"])
     pieces, done = [], 0
     for name, (_, end) in zip(names, encoded["offset_mapping"], strict=True):
