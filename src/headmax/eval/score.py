@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from headmax import durable
 from headmax.eval import requests
 from headmax.eval.requests import Request
 from headmax.eval.scores import ScoreFile
@@ -76,7 +77,8 @@ def main() -> None:
 
     try:
         place = (given.checkpoint, given.tokenizer or given.checkpoint, given.work)
-        failures = score_folder(*place, given.device, given.dtype, given.batch_tokens, say)
+        with durable.sole_user(given.work):
+            failures = score_folder(*place, given.device, given.dtype, given.batch_tokens, say)
     except (ValueError, OSError) as error:
         failures = [str(error)]
     for line in failures:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from headmax import records
+from headmax import durable, records
 from headmax.eval import names, requests
 from headmax.eval.run import Evaluation, Settings, model_name
 from headmax.eval.score import REQUESTS, SCORES, find_tokenizer, score_folder
@@ -92,10 +92,11 @@ def run(
     config = load_config(place.checkpoint)
     wanted, failures = names.expand(tasks, config.vocab_size)
     evaluation = Evaluation(config, find_tokenizer(place.tokenizer), settings, failures)
-    if stage in ("all", "requests"):
-        make_requests(evaluation, wanted, place)
-    if stage in ("all", "score"):
-        failures += make_scores(place, device, dtype, batch_tokens)
-    if stage in ("all", "metrics"):
-        make_metrics(evaluation, wanted, place, out)
+    with durable.sole_user(place.work):
+        if stage in ("all", "requests"):
+            make_requests(evaluation, wanted, place)
+        if stage in ("all", "score"):
+            failures += make_scores(place, device, dtype, batch_tokens)
+        if stage in ("all", "metrics"):
+            make_metrics(evaluation, wanted, place, out)
     return failures

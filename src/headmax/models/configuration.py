@@ -146,8 +146,9 @@ class HeadmaxConfig(PreTrainedConfig):
         if self.pad_token_id is not None and not -self.vocab_size <= self.pad_token_id < self.vocab_size:
             raise ValueError(f"HeadmaxConfig: pad_token_id {self.pad_token_id} is not in the vocabulary of {self.vocab_size}")
         for name in ("norm_eps", "rotary_base"):
-            if not (_is(float, getattr(self, name)) and 0 < getattr(self, name) < math.inf):
-                raise ValueError(f"HeadmaxConfig: {name} must be positive, got {getattr(self, name)!r} (a finite number)")
+            value = getattr(self, name)
+            if not (_is(float, value) and 0 < value < math.inf):
+                raise ValueError(f"HeadmaxConfig: {name} must be {'finite' if value == math.inf else 'positive'}, got {value!r}")
         if not (_is(float, self.initializer_range) and 0 <= self.initializer_range < math.inf):
             raise ValueError(f"HeadmaxConfig: initializer_range must be finite and not negative, got {self.initializer_range!r}")
 
