@@ -57,7 +57,7 @@ def generate(
     """Continue a text with a model, shown as it comes; without --prompt and --file, line by line from standard input.
 
     Args:
-        checkpoint: a folder with config.json, safetensors files and a tokenizer.
+        checkpoint: a model folder, a run of headmax train, or owner/name[@revision] on the hub.
         prompt: the text to continue.
         file: a file with the text to continue.
         max_new_tokens: at most so many; the model's end-of-text token ends it too.
@@ -127,7 +127,7 @@ def evaluate(
     """The paper's evaluation of a checkpoint: requests, then scores, then metrics; started again, it goes on where it was.
 
     Args:
-        checkpoint: a folder with config.json, safetensors files and a tokenizer.
+        checkpoint: a model folder, a run of headmax train, or owner/name[@revision] on the hub.
         tasks: tasks and groups, separated by commas; groups are commonsense, retrieval, niah and mqar.
         data_dir: a folder with the tasks' files; without it they come from the hub.
         limit: only the first so many documents of each task.
@@ -170,7 +170,7 @@ def inspect(
     """Look at the gates of a model on a text: writes one HTML file that opens in a browser, without a network.
 
     Args:
-        checkpoint: a folder with config.json, safetensors files and a tokenizer.
+        checkpoint: a model folder, a run of headmax train, or owner/name[@revision] on the hub.
         text: the text.
         file: a file with the text.
         out: the file to write.
