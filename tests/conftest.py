@@ -28,6 +28,17 @@ def called() -> Callable[..., subprocess.CompletedProcess]:
 
 
 @pytest.fixture
+def headmax(called: Callable[..., subprocess.CompletedProcess]) -> Callable[..., tuple[int, str, str]]:
+    """The command line in this process: (exit code, output, errors)."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        done = called(*arguments)
+        return done.returncode, done.stdout, done.stderr
+
+    return call
+
+
+@pytest.fixture
 def plain_fla(monkeypatch: pytest.MonkeyPatch) -> None:
     """flash-linear-attention's kernels with the first tiles they would try, so that none is timed for minutes, and all bits of float32: by
     default their products keep 11 bits of it, and the delta rule's triangular inverse does so whatever is asked."""

@@ -2,9 +2,8 @@
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -21,17 +20,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def headmax(called: Callable[..., CompletedProcess]) -> Callable[..., tuple[int, str, str]]:
-    """The command line in this process: (exit code, output, errors)."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        done = called(*arguments)
-        return done.returncode, done.stdout, done.stderr
-
-    return call
 
 
 MODELS: dict[str, dict[str, Any]] = {

@@ -166,7 +166,7 @@ def test_without_a_network_the_hub_is_one_clear_line(
     code, _, errors = headmax("eval", checkpoint, "--tasks", "piqa,niah_single_2_1k,mqar_4", "--work", tmp_path, "--limit", 2)
     assert code == 2
     piqa, needles = (line for line in errors.splitlines() if line.startswith("headmax: "))
-    assert piqa.startswith("headmax: task piqa: not to be had from the hub (ConnectionError: no route to the hub); give its files with")
+    assert piqa.startswith("headmax: task piqa: cannot be loaded from the hub (ConnectionError: no route to the hub); give its files with")
     assert needles.startswith("headmax: task niah_single_2_1k: haystack baber/paul_graham_essays cannot be loaded from the hub")
     assert (tmp_path / "records.jsonl").read_text().count("\n") == 1
 
@@ -249,7 +249,7 @@ def copying(tokenizer: PreTrainedTokenizerFast, request: Request, silent: bool) 
 
 @pytest.mark.parametrize("silent", [False, True])
 def test_copying_the_needle_scores_all_and_silence_nothing(silent: bool, tokenizer: PreTrainedTokenizerFast, data_dir: Path) -> None:
-    evaluation = Evaluation(make_model("gla").config, tokenizer, Settings(data_dir, limit=4))
+    evaluation = Evaluation(make_model("gla").config, tokenizer, Settings(data_dir, limit=4, haystack=str(data_dir / "prose.txt")))
     tasks = [name for name, (_, length) in NIAH.items() if length <= 2048]
     asked = evaluation.requests(tasks, lambda _: None)
     assert not evaluation.failures

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from headmax.generate.sampling import GREEDY, Features, Sampler, Sampling, mix, uniform
+from headmax.generate.sampling import GREEDY, NO_TOKEN, Features, Sampler, Sampling, mix, uniform
 
 MASK = 2**64 - 1
 
@@ -145,6 +145,10 @@ def test_log_probabilities_are_the_models_own() -> None:
     [
         ({"temperature": -1.0}, "temperature must be 0"),
         ({"temperature": float("nan")}, "temperature must be 0"),
+        ({"temperature": math.inf}, "temperature must be 0"),
+        ({"repetition_penalty": math.inf}, "repetition_penalty must be positive"),
+        ({"repetition_penalty": 1e-46}, "repetition_penalty must be positive"),
+        ({"seed": 1.5}, "seed must be in"),
         ({"top_k": 0}, "top_k must be at least 1 or None, got 0"),
         ({"top_p": 0.0}, "top_p must be in"),
         ({"min_p": 1.5}, "min_p must be in"),
@@ -155,3 +159,19 @@ def test_log_probabilities_are_the_models_own() -> None:
 def test_rules_that_make_no_sense_are_refused(rules: dict[str, float], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         Sampling(**rules)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rules", [{"top_p": 1e-46}, {"top_p": 1e-46, "top_k": 3}, {"temperature": 1e-40}, {"min_p": 1.0}], ids=str)
+def test_the_likeliest_token_survives_numbers_that_float32_does_not_hold(rules: dict[str, float]) -> None:
+    logits = torch.tensor([[0.5, -1.0, 3.0, 2.9, 0.0]])
+    assert {int(sample(logits, [Sampling(seed=seed, **rules)])) for seed in range(20)} == {2}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_logits_that_are_not_finite_give_no_token(bad: float) -> None:
+    logits = torch.zeros(3, 6)
+    logits[1, 4] = bad
+    logits[2] = -math.inf
+    logits[2, 3] = 0.0  # some may be forbidden
+    for rules in (GREEDY, Sampling(), Sampling(top_p=0.5, repetition_penalty=2.0)):
+        assert (sample(logits, [rules] * 3, history=[[], [], []]) == NO_TOKEN).tolist() == [False, True, False]

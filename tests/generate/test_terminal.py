@@ -11,7 +11,7 @@ import pytest
 
 from headmax.cli.generate import generate
 from headmax.generate import GREEDY, Engine, Request, Sampling
-from headmax.generate.terminal import load, load_tokenizer
+from headmax.train.loading import load_model, load_tokenizer
 
 from .checkpoint import save
 
@@ -25,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Engine:
-    return Engine(load(folder, "cpu", None), tokenizer=load_tokenizer(folder))
+    return Engine(load_model(folder, "cpu"), tokenizer=load_tokenizer(folder))
 
 
 def expected(engine: Engine, prompt: str, sampling: Sampling, count: int) -> str | None:
@@ -67,10 +67,10 @@ def test_a_prefix_is_read_once(folder: Path, capsys: pytest.CaptureFixture[str],
 
 def test_what_cannot_be_loaded_says_so(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no config\.json there; give a folder that save_pretrained wrote"):
-        load(tmp_path, "cpu", None)
+        load_model(tmp_path, "cpu")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(ValueError, match="model_type is 'llama', not a headmax model"):
-        load(tmp_path, "cpu", None)
+        load_model(tmp_path, "cpu")
     with pytest.raises(ValueError, match="no tokenizer there that transformers can load"):
         load_tokenizer(tmp_path)
     with pytest.raises(ValueError, match="give --prompt or --file, not both"):

@@ -1,5 +1,6 @@
 """The one model: counts, cache, generation, packing, padding, checkpoints, compilation."""
 
+import math
 from typing import Any
 
 import pytest
@@ -356,6 +357,15 @@ def test_autocast_keeps_parameters_in_float32() -> None:
         ({"conv_size": -1}, "conv_size must be 0 for none or at least 2, got -1"),
         ({"intermediate_size": 0}, "intermediate_size must be a positive integer or None, got 0"),
         ({"norm_eps": -1.0}, "norm_eps must be positive, got -1.0"),
+        ({"norm_eps": math.inf}, "norm_eps must be finite, got inf"),
+        ({"norm_eps": "1e-6"}, "norm_eps must be positive, got '1e-6'"),
+        ({"rotary_base": -1.0}, "rotary_base must be positive, got -1.0"),
+        ({"initializer_range": math.nan}, "initializer_range must be finite and not negative, got nan"),
+        ({"mlp_ratio": math.inf}, "mlp_ratio must be a positive number up to 1,000 or None, got inf"),
+        ({"num_hidden_layers": 10**7}, "num_hidden_layers must be at most 10,000, got 10,000,000"),
+        ({"hidden_size": 10**12}, "hidden_size must be at most 16,777,216, got 1,000,000,000,000"),
+        ({"pad_token_id": 10**9}, "pad_token_id 1000000000 is not in the vocabulary of"),
+        ({"eos_token_id": {"a": 1}}, "eos_token_id must be the number of a token or None"),
         ({"mixer": None}, "mixer must be a name or a list with one name per layer, got None"),
         ({"head_gate": "softmax"}, "head_gate must be a HeadGateConfig, a dict of its fields or None, got 'softmax'"),
     ],

@@ -20,7 +20,7 @@ from headmax.data.source import Batch
 from headmax.ops import Packing
 from headmax.train import CheckpointConfig, ComputeConfig, EvalConfig, OptimConfig, ScheduleConfig, TrainConfig
 from headmax.train.checkpoint import finished
-from headmax.train.export import load_model
+from headmax.train.loading import load_model
 from headmax.train.metrics import read_lines
 from headmax.train.trainer import fit
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from headmax.train.export import load_model
+from headmax.train.loading import load_model
 from headmax.train.metrics import read_lines
 from tests.train.small import Walks, checkpoints, losses, parameters, train
 

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headmax.generate.terminal import load, load_tokenizer
+from headmax.data.tokenizer import encode_text
 from headmax.layers import HeadGateConfig
 from headmax.models import HeadmaxForCausalLM
 from headmax.train.evaluate import DEAD
+from headmax.train.loading import load_model, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -111,19 +112,21 @@ def trace(model: HeadmaxForCausalLM, ids: Tensor, tokens: Sequence[str], name: s
     return Trace(name, list(tokens), layers, config.kind, config.read_position)
 
 
-def of_checkpoint(folder: Path, text: str, *, name: str, tokenizer: Path | None = None, most: int = 10_000, device: str = "cpu") -> Trace:
-    """The gates of the model in `folder` on the first `most` tokens of `text`."""
-    model = load(folder, device, None)
-    ids, tokens = encode(load_tokenizer(tokenizer or folder), text)
+def of_checkpoint(
+    source: str | Path, text: str, *, name: str, tokenizer: str | Path | None = None, most: int = 10_000, device: str = "cpu"
+) -> Trace:
+    """The gates of a checkpoint's model on the first `most` tokens of `text`."""
+    model = load_model(source, device)
+    ids, tokens = encode(load_tokenizer(tokenizer or source), text)
     return trace(model, ids[:most], tokens[:most], name)
 
 
 def encode(tokenizer: Any, text: str) -> tuple[Tensor, list[str]]:
     """The tokens of `text` and the piece of it that each stands for; what stands for none, or a part of a character, goes by its name."""
     if not getattr(tokenizer, "is_fast", False):
-        ids = tokenizer(text)["input_ids"]
+        ids = encode_text(tokenizer, text)["input_ids"]
         return torch.tensor(ids), [tokenizer.decode([i]) for i in ids]
-    encoded = tokenizer(text, return_offsets_mapping=True)
+    encoded = encode_text(tokenizer, text, offsets=True)
     ids, names = encoded["input_ids"], tokenizer.convert_ids_to_tokens(encoded["input_ids"])
     pieces, done = [], 0
     for name, (_, end) in zip(names, encoded["offset_mapping"], strict=True):

@@ -69,6 +69,15 @@ def load(name: str) -> Loaded:
     return Loaded(tokenizer, json.loads(beside.read_text()) if beside.exists() else {"tokenizer_class": "PreTrainedTokenizerFast"})
 
 
+def encode_text(tokenizer: Any, text: str, *, start: bool = True, offsets: bool = False) -> Any:
+    """A Hugging Face tokenizer's encoding of a text from outside, with the ids that `headmax data prepare` gives it.
+
+    What looks like a control token there, such as "</s>", is spelled out; at the `start` of a text the tokenizer puts those of its own.
+    """
+    given = {"return_offsets_mapping": True} if offsets else {}
+    return tokenizer(text, add_special_tokens=start, split_special_tokens=True, **given)
+
+
 def mistral() -> Loaded:
     """The 32,000 pieces of Mistral 7B (0.1), with byte fallback; the same ids as sentencepiece gives, and `<s>` before a text."""
     if importlib.util.find_spec("mistral_common") is None or importlib.util.find_spec("sentencepiece") is None:

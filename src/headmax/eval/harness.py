@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
-from lm_eval.models.utils import has_bos_prefix, normalize_gen_kwargs
+from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from transformers import PreTrainedTokenizerBase
 
+from headmax.data.tokenizer import encode_text
 from headmax.eval.requests import Request
 from headmax.eval.scores import Score
 from headmax.eval.scoring import Scorer
-from headmax.generate.terminal import load, load_tokenizer
+from headmax.train.loading import load_model, load_tokenizer
 
 Answer = Callable[[Sequence[Request]], Mapping[str, Score]]
 """Scores of all requests, by id."""
@@ -50,10 +50,8 @@ class TokenLM(TemplateLM):
         return self.eot_token_id if bos is None else bos
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """As the tokenizer does by itself, unless the text brings its beginning-of-text token already."""
-        if add_special_tokens is None and has_bos_prefix(string, self.tokenizer.decode(self.prefix_token_id)):
-            add_special_tokens = False
-        return self.tokenizer.encode(string, **({} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}))
+        """As the tokenizer does by itself; the names of control tokens in a task's texts are spelled out, as in training data."""
+        return encode_text(self.tokenizer, string, start=add_special_tokens is not False)["input_ids"]
 
     def _request(self, context: Sequence[int], targets: Sequence[int]) -> Request:
         if not targets:
@@ -125,7 +123,7 @@ class HeadmaxLM(TokenLM):
             batch_size: not used, nor is max_batch_size: the harness passes them, and sequences are packed by their tokens.
         """
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        model = load(Path(pretrained), device, getattr(torch, dtype) if dtype else None)
-        words = load_tokenizer(Path(tokenizer or pretrained))
+        model = load_model(pretrained, device, getattr(torch, dtype) if dtype else None)
+        words = load_tokenizer(tokenizer or pretrained)
         super().__init__(words, Scorer(model, words, batch_tokens).answers, max_length)
         self._device = model.device

@@ -51,6 +51,8 @@ class Settings:
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"--limit must be at least 1, got {self.limit}")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"--seed must be in [0, 2^63), got {self.seed}")
 
     def length(self, task: str) -> int | None:
         limits = [self.max_length, names.RETRIEVAL_LENGTH if task in names.RETRIEVAL else None]
@@ -173,6 +175,8 @@ class Evaluation:
                 error, n = results.get(f"{metric}_stderr,{kind}"), found["n-samples"][name]["effective"]
                 if metric == "contains" and n > 1:  # a mean of zeros and ones, of which the harness does not know that
                     error = math.sqrt(value * (1 - value) / (n - 1))
+                if not math.isfinite(value):
+                    raise ValueError(f"{metric} is {value}: the scores are beyond what it can be computed from")
                 metrics.append(Metric(metric, float(value), error if isinstance(error, float) and math.isfinite(error) else None, n))
         return metrics
 

@@ -13,11 +13,12 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from headmax import durable
 from headmax.eval import requests
 from headmax.eval.requests import Request
 from headmax.eval.scores import ScoreFile
 from headmax.eval.scoring import Scorer
-from headmax.generate.terminal import load, load_tokenizer
+from headmax.train.loading import has_tokenizer, load_model, load_tokenizer
 
 REQUESTS, SCORES = "requests.jsonl", "scores.jsonl"
 """The files in a work folder."""
@@ -42,8 +43,8 @@ def score(scorer: Scorer, asked: Mapping[str, Sequence[Request]], file: ScoreFil
 
 
 def score_folder(
-    checkpoint: Path,
-    tokenizer: Path,
+    checkpoint: str | Path,
+    tokenizer: str | Path,
     work: Path,
     device: str | None,
     dtype: str | None,
@@ -52,16 +53,13 @@ def score_folder(
 ) -> list[str]:
     """scores.jsonl beside requests.jsonl in a work folder; `say` hears of a task, requests done and requests to do."""
     asked = requests.read(work / REQUESTS)
-    model = load(checkpoint, device or ("cuda" if torch.cuda.is_available() else "cpu"), getattr(torch, dtype) if dtype else None)
+    model = load_model(checkpoint, device or ("cuda" if torch.cuda.is_available() else "cpu"), getattr(torch, dtype) if dtype else None)
     return score(Scorer(model, find_tokenizer(tokenizer), batch_tokens), asked, ScoreFile(work / SCORES), say)
 
 
-def find_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
+def find_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase | None:
     """The tokenizer in a folder. Recall needs none, and what needs one says so."""
-    try:
-        return load_tokenizer(folder)
-    except ValueError:
-        return None
+    return load_tokenizer(folder) if has_tokenizer(folder) else None
 
 
 def main() -> None:
@@ -79,7 +77,8 @@ def main() -> None:
 
     try:
         place = (given.checkpoint, given.tokenizer or given.checkpoint, given.work)
-        failures = score_folder(*place, given.device, given.dtype, given.batch_tokens, say)
+        with durable.sole_user(given.work):
+            failures = score_folder(*place, given.device, given.dtype, given.batch_tokens, say)
     except (ValueError, OSError) as error:
         failures = [str(error)]
     for line in failures:

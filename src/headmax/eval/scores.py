@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -63,6 +64,8 @@ class ScoreFile:
     def _take(self, row: dict) -> None:
         if self.source is not None:
             score = Score(**row)
+            if score.logprob is not None and not math.isfinite(score.logprob):
+                raise ValueError(f"logprob is {score.logprob}; remove the file and score again")
             self.scores[score.id] = score
         elif row.pop("format", None) == FORMAT:
             self.source = Source(**row)

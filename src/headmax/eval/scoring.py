@@ -258,4 +258,6 @@ def _sums(requests: Sequence[Request], logprobs: Tensor, hits: Tensor, owner: Se
     for n, logprob, hit in zip(owner, logprobs.tolist(), hits.tolist(), strict=True):
         parts[n].append(logprob)
         counts[n] += hit
+    if not bool(logprobs.isfinite().all()):
+        raise ValueError("log-probabilities are not finite: the model's weights hold NaN or infinity, or overflow in this dtype")
     return [Score(request.id, math.fsum(part), count) for request, part, count in zip(requests, parts, counts, strict=True)]

@@ -40,7 +40,7 @@ def build(name: str, folder: Path | None) -> tuple[Task, str]:
         try:
             task = kind(config=settings)
         except Exception as error:  # whatever the hub's many layers raise
-            raise ValueError(f"not to be had from the hub ({_line(error)}); give its files with --data-dir") from error
+            raise ValueError(f"cannot be loaded from the hub ({_line(error)}); give its files with --data-dir") from error
         task.config.task = name
         return task, "hub"
     rows, source = local.rows(name, folder)

@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from headmax import records
+from headmax import durable, records
 from headmax.eval import names, requests
 from headmax.eval.run import Evaluation, Settings, model_name
 from headmax.eval.score import REQUESTS, SCORES, find_tokenizer, score_folder
 from headmax.eval.scores import ScoreFile
-from headmax.generate.terminal import load_config
+from headmax.train.loading import load_config
 
 Stage = Literal["all", "requests", "score", "metrics"]
 
@@ -26,8 +26,8 @@ Stage = Literal["all", "requests", "score", "metrics"]
 class Place:
     """Whose evaluation, and where its files are."""
 
-    checkpoint: Path
-    tokenizer: Path
+    checkpoint: str | Path
+    tokenizer: str | Path
     work: Path
     name: str | None = None
     """Of the model in records."""
@@ -67,7 +67,7 @@ def make_metrics(evaluation: Evaluation, tasks: Sequence[str], place: Place, out
     evaluation.failures += [f"task {task}: not in {place.work / REQUESTS}" for task in open_tasks if task not in asked]
     with Console(stderr=True).status("metrics") as status:
         found = evaluation.metrics([task for task in open_tasks if task in asked], file.scores, status.update)
-    name = place.name or model_name(evaluation.config, place.checkpoint.resolve().name)
+    name = place.name or model_name(evaluation.config, Path(place.checkpoint).resolve().name)
     made = evaluation.records(found, asked, file.source, name)
     records.append(out or place.work / "records.jsonl", made)
     table = Table("task", "metric", "value", "± standard error", "n", title=name, title_justify="left", box=None)
@@ -92,10 +92,11 @@ def run(
     config = load_config(place.checkpoint)
     wanted, failures = names.expand(tasks, config.vocab_size)
     evaluation = Evaluation(config, find_tokenizer(place.tokenizer), settings, failures)
-    if stage in ("all", "requests"):
-        make_requests(evaluation, wanted, place)
-    if stage in ("all", "score"):
-        failures += make_scores(place, device, dtype, batch_tokens)
-    if stage in ("all", "metrics"):
-        make_metrics(evaluation, wanted, place, out)
+    with durable.sole_user(place.work):
+        if stage in ("all", "requests"):
+            make_requests(evaluation, wanted, place)
+        if stage in ("all", "score"):
+            failures += make_scores(place, device, dtype, batch_tokens)
+        if stage in ("all", "metrics"):
+            make_metrics(evaluation, wanted, place, out)
     return failures

@@ -11,12 +11,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from headmax.data.tokenizer import encode_text
 from headmax.generate.prefill import prefill
 from headmax.generate.prefix import PrefixState, fingerprint
-from headmax.generate.sampling import Features, Sampling
+from headmax.generate.sampling import NO_TOKEN, Features, Sampling
 from headmax.generate.step import Path as StepPath
 from headmax.generate.step import Step
 from headmax.generate.text import TextStream
+from headmax.generate.turn import Turn
 from headmax.models import HeadmaxForCausalLM
 
 
@@ -57,7 +59,7 @@ class Engine:
 
     On a GPU a whole step, from embedding to sampled token, is one CUDA graph per batch size, a power of two up to `max_batch`:
     a batch in between runs in the next larger one. The matrices of each layer are stacked for it; the model keeps them as views,
-    so that they are held once.
+    so that they are held once. Threads may share an engine: they wait for each other's calls.
     """
 
     def __init__(
@@ -86,10 +88,13 @@ class Engine:
             raise ValueError(f"max_batch and prefill_chunk must be at least 1, got {max_batch} and {prefill_chunk}")
         if not state_dtype.is_floating_point:
             raise ValueError(f"state_dtype must be a floating dtype, got {state_dtype}")
+        if max_length is not None and max_length < 1:
+            raise ValueError(f"max_length must be at least 1 or None, got {max_length}")
         if any(model.model.uses_attention) and max_length is None:
             raise ValueError("max_length must be given: the model has attention layers, whose keys and values grow with every token")
         self.model, self.tokenizer = model.eval(), tokenizer
         self.max_batch, self.prefill_chunk, self.max_length = max_batch, prefill_chunk, max_length
+        self.turn = Turn()
         self.step = Step(model, max_batch, state_dtype, max_length, path)
 
     @functools.cached_property
@@ -103,26 +108,41 @@ class Engine:
         return sum(x[:batch].numel() * x.element_size() for x in tensors)
 
     def encode(self, prompt: str | Sequence[int], start: bool = True) -> Tensor:
-        """Token ids [n] of a prompt, on the host; at the `start` of a text with the special tokens that its tokenizer puts there."""
+        """Token ids [n] of a prompt, on the host; at the `start` of a text with the special tokens that its tokenizer puts there.
+
+        In a text the names of special tokens are spelled out, as in training data: give token ids where they are meant.
+        """
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("prompt is text, and the engine has no tokenizer: give token ids, or Engine(..., tokenizer=...)")
-            prompt = self.tokenizer(prompt, add_special_tokens=start)["input_ids"]
-        ids = torch.as_tensor(prompt, dtype=torch.int64).cpu()
+            prompt = encode_text(self.tokenizer, prompt, start=start)["input_ids"]
         vocabulary = self.model.config.vocab_size
+        try:
+            ids = torch.as_tensor(prompt).cpu()
+        except (RuntimeError, TypeError, ValueError) as error:  # such as numbers of more than 64 bits
+            raise ValueError(f"prompt must be one sequence of token ids below {vocabulary}") from error
         if ids.ndim != 1:
             raise ValueError(f"prompt must be one sequence of token ids, got shape {list(ids.shape)}")
+        if len(ids) and (ids.is_floating_point() or ids.dtype == torch.bool):
+            raise ValueError(f"prompt must be token ids, which are integers, got {ids.dtype}")
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
             raise ValueError(f"prompt has token ids from {int(ids.min())} to {int(ids.max())}, the vocabulary {vocabulary} tokens")
-        return ids
+        return ids.long()
 
     def prefill(self, prompt: str | Sequence[int], prefix: PrefixState | None = None) -> PrefixState:
         """Reads a prompt, after a prefix if given, and returns what the model then remembers."""
-        return self._prefill([Request(prompt, prefix)])[0]
+        with self.turn.beside():
+            return self._prefill([Request(prompt, prefix)])[0]
 
     def load_prefix(self, path: Path | str) -> PrefixState:
         """A prefix that `PrefixState.save` wrote, checked against this model."""
-        return PrefixState.load(path, self.fingerprint, self.model.device)
+        with self.turn.beside():
+            prefix = PrefixState.load(path, self.fingerprint, self.model.device)
+            try:
+                prefix.check_shapes(self.prefill([0]))
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}") from None
+            return prefix
 
     def _prefill(self, requests: Sequence[Request]) -> list[PrefixState]:
         prompts = [self.encode(request.prompt, request.prefix is None) for request in requests]
@@ -167,12 +187,13 @@ class Engine:
         batch, time = tokens.shape
         if batch != len(prefixes) or batch > self.max_batch:
             raise ValueError(f"tokens have {batch} rows for {len(prefixes)} prefixes, max_batch is {self.max_batch}")
-        advance = self.step.prepare(self._rows(batch), None)
-        self._load(prefixes, [time] * batch)
-        tokens = tokens.to(self.model.device)
-        for t in range(time):
-            self.step.tokens[:batch] = tokens[:, t]
-            yield advance()[0][:batch]
+        with self.turn.alone():
+            advance = self.step.prepare(self._rows(batch), None)
+            self._load(prefixes, [time] * batch)
+            tokens = tokens.to(self.model.device)
+            for t in range(time):
+                self.step.tokens[:batch] = tokens[:, t]
+                yield advance()[0][:batch]
 
     def generate(
         self, requests: Request | Sequence[Request], *, on_token: OnToken | None = None, logprobs: bool = False
@@ -180,6 +201,10 @@ class Engine:
         """Continues every request until it stops by itself or has its `max_new_tokens`."""
         requests = [requests] if isinstance(requests, Request) else list(requests)
         self._check(requests)
+        with self.turn.alone():
+            return self._generate(requests, on_token, logprobs)
+
+    def _generate(self, requests: Sequence[Request], on_token: OnToken | None, logprobs: bool) -> list[Completion]:
         rows = self._rows(len(requests))
         features = Features.of([request.sampling for request in requests], logprobs)
         longest = max(request.max_new_tokens for request in requests)
@@ -238,6 +263,11 @@ class Run:
         for n in self.active:
             request, completion, stream = self.requests[n], self.completions[n], self.streams[n]
             token: int = chosen[n]
+            if token == NO_TOKEN:
+                raise ValueError(
+                    f"the model's logits are not finite after {len(completion.tokens)} new tokens of request {n}: "
+                    "its weights hold NaN or infinity, or overflow in this dtype"
+                )
             completion.tokens.append(token)
             if values is not None and completion.logprobs is not None:
                 completion.logprobs.append(values[n])

@@ -73,8 +73,29 @@ class PrefixState:
         if self.model != model:
             raise ValueError(f"prefix is of another model (fingerprint {self.model}), or of the same in another dtype; this one is {model}")
 
+    def check_shapes(self, other: PrefixState) -> None:
+        """Raises unless this has a shape that the model of `other` can give: another prefix, of any length."""
+        tokens, vocabulary = self.tokens, len(other.logits)
+        if (
+            tokens.ndim != 1
+            or tokens.dtype != torch.int64
+            or not len(tokens)
+            or not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary
+        ):
+            raise ValueError(f"tokens must be one sequence of ids of a vocabulary of {vocabulary}")
+        if len(self.states) != len(other.states):
+            raise ValueError(f"states are of {len(self.states)} layers, the model has {len(other.states)}")
+        for n, (state, like) in enumerate(zip(self.states, other.states, strict=True)):
+            expected = _shapes(like, None if isinstance(like, RecurrentState) else len(tokens))
+            if _shapes(state, None) != expected:
+                raise ValueError(f"state of layer {n} is {_shapes(state, None)}, must be {expected}")
+        if (self.logits.shape, self.logits.dtype) != (other.logits.shape, other.logits.dtype):
+            raise ValueError(f"logits must be {vocabulary} of {other.logits.dtype}, got {list(self.logits.shape)} of {self.logits.dtype}")
+
     def save(self, path: Path | str) -> None:
         """One safetensors file; `load` checks it against the model."""
+        if not bool(self.logits.isfinite().all()):
+            raise ValueError("prefix is of no use: the model's logits after it are not finite, its weights hold NaN or infinity")
         tensors = {"tokens": self.tokens, "logits": self.logits}
         for n, state in enumerate(self.states):
             if isinstance(state, AttentionState):
@@ -97,16 +118,28 @@ class PrefixState:
             raise ValueError(f"{path}: not a whole safetensors file ({error})") from error
         if metadata.get("format") != FORMAT:
             raise ValueError(f"{path}: not a prefix saved by headmax (format {metadata.get('format')!r})")
-        states: list[RecurrentState | AttentionState] = []
-        for n in range(int(metadata["layers"])):
-            own = {name.removeprefix(f"{n}."): x.to(device) for name, x in tensors.items() if name.startswith(f"{n}.")}
-            if "keys" in own:
-                states.append(AttentionState(own["keys"], own["values"]))
-            else:
-                states.append(RecurrentState(own.pop("recurrent"), tuple(own[name] for name in sorted(own))))
-        prefix = cls(tensors["tokens"], tuple(states), tensors["logits"].to(device), metadata["model"])
+        try:
+            states = [_state(tensors, n, device) for n in range(int(metadata["layers"]))]
+            prefix = cls(tensors["tokens"], tuple(states), tensors["logits"].to(device), metadata["model"])
+        except (KeyError, ValueError) as error:
+            raise ValueError(f"{path}: not a whole prefix: {error} is missing or no number") from error
         try:
             prefix.check(model)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
         return prefix
+
+
+def _state(tensors: dict[str, Tensor], layer: int, device: torch.device | str) -> RecurrentState | AttentionState:
+    """Of one layer, out of what `save` wrote. KeyError names what is missing."""
+    if f"{layer}.keys" in tensors:
+        return AttentionState(tensors[f"{layer}.keys"].to(device), tensors[f"{layer}.values"].to(device))
+    convolved = sorted(name for name in tensors if name.startswith(f"{layer}.conv."))
+    return RecurrentState(tensors[f"{layer}.recurrent"].to(device), tuple(tensors[name].to(device) for name in convolved))
+
+
+def _shapes(state: RecurrentState | AttentionState, length: int | None) -> list[tuple[list[int], torch.dtype]]:
+    """Shape and dtype of a state's tensors; with `length`, those that keys and values of so many tokens would have."""
+    if isinstance(state, RecurrentState):
+        return [(list(x.shape), x.dtype) for x in (state.recurrent, *state.conv)]
+    return [([*x.shape[:2], x.shape[2] if length is None else length, *x.shape[3:]], x.dtype) for x in state]

@@ -11,6 +11,11 @@ from torch import Tensor
 
 _STEP, _MIX_1, _MIX_2 = (x - 2**64 for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
+MAX_TEMPERATURE, MAX_PENALTY = 1e6, 1e3
+"""Beyond these every token is as likely as any other, or logits overflow."""
+NO_TOKEN = -1
+"""What is sampled where logits are not finite: it says so along with the tokens, which are fetched anyway."""
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -30,17 +35,17 @@ class Sampling:
     """With a token's position it decides the draw: the same request gives the same tokens in any batch."""
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature must be 0 (greedy) or positive, got {self.temperature}")
-        if self.top_k is not None and self.top_k < 1:
+        if not 0 <= self.temperature <= MAX_TEMPERATURE:
+            raise ValueError(f"temperature must be 0 (greedy) or positive, at most {MAX_TEMPERATURE:g}, got {self.temperature}")
+        if self.top_k is not None and not (isinstance(self.top_k, int) and self.top_k >= 1):
             raise ValueError(f"top_k must be at least 1 or None, got {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
-        if not self.repetition_penalty > 0:
-            raise ValueError(f"repetition_penalty must be positive, got {self.repetition_penalty}")
-        if not 0 <= self.seed < 2**63:
+        if not 1 / MAX_PENALTY <= self.repetition_penalty <= MAX_PENALTY:
+            raise ValueError(f"repetition_penalty must be positive, {1 / MAX_PENALTY:g} to {MAX_PENALTY:g}, got {self.repetition_penalty}")
+        if not (isinstance(self.seed, int) and 0 <= self.seed < 2**63):
             raise ValueError(f"seed must be in [0, 2^63), got {self.seed}")
 
 
@@ -118,7 +123,8 @@ class Sampler:
     def __call__(self, logits: Tensor, position: Tensor, features: Features) -> tuple[Tensor, Tensor | None]:
         """The next token of the first requests [rows], and its log-probability under the model itself, from logits [rows, vocabulary].
 
-        `position` [rows] counts the tokens before the new one. Nothing here waits for the device.
+        `position` [rows] counts the tokens before the new one. Nothing here waits for the device. Where the largest logit is NaN or
+        infinite the token is NO_TOKEN.
         """
         rows, raw = logits.shape[0], logits
         if features.penalized:
@@ -126,16 +132,17 @@ class Sampler:
             penalty = self.penalty[:rows]
             logits = torch.where(self.repeats[:rows], torch.where(logits > 0, logits / penalty, logits * penalty), logits)
         tokens = logits.argmax(-1)
+        largest = logits.gather(1, tokens.unsqueeze(1))  # a NaN, if there is one
         if features.random:
             temperature = self.temperature[:rows]
-            drawn = self._draw(logits / temperature.where(temperature > 0, 1.0), uniform(self.seed[:rows], position.unsqueeze(1)), features)
+            scores = (logits - largest) / temperature.where(temperature > 0, 1.0)  # not above 0: no temperature makes them overflow
+            drawn = self._draw(scores, uniform(self.seed[:rows], position.unsqueeze(1)), features)
             tokens = torch.where(temperature.squeeze(1) > 0, drawn, tokens)
         if features.penalized:
             assert self.repeats is not None
             self.repeats[:rows].scatter_(1, tokens.unsqueeze(1), True)
-        if not features.logprobs:
-            return tokens, None
-        return tokens, raw.gather(1, tokens.unsqueeze(1)).squeeze(1) - raw.logsumexp(-1)
+        logprobs = raw.gather(1, tokens.unsqueeze(1)).squeeze(1) - raw.logsumexp(-1) if features.logprobs else None
+        return tokens.where(largest.squeeze(1).isfinite(), NO_TOKEN), logprobs
 
     def _draw(self, scores: Tensor, u: Tensor, features: Features) -> Tensor:
         """The first token at which the summed probabilities exceed u, in the vocabulary's order: it depends on the request alone."""
@@ -149,8 +156,9 @@ class Sampler:
         rows = probability.shape[0]
         if features.sorted:
             ranked = probability.sort(-1, descending=True).values
-            ranked = ranked.masked_fill(torch.arange(ranked.shape[1], device=ranked.device) >= self.top_k[:rows], 0.0)
+            rank = torch.arange(ranked.shape[1], device=ranked.device)
+            ranked = ranked.masked_fill(rank >= self.top_k[:rows], 0.0)
             before = ranked.cumsum(-1) - ranked
-            kept = (ranked > 0) & (before < self.top_p[:rows] * ranked.sum(-1, keepdim=True))
+            kept = (ranked > 0) & (before < self.top_p[:rows] * ranked.sum(-1, keepdim=True)) | (rank == 0)  # the likeliest always
             probability = probability.masked_fill(probability < ranked.masked_fill(~kept, 2.0).amin(-1, keepdim=True), 0.0)
         return probability.masked_fill(probability < self.min_p[:rows] * probability.amax(-1, keepdim=True), 0.0)

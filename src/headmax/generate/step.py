@@ -87,7 +87,7 @@ class Step:
         """Chooses the next tokens of the first slots, which become those to be fed; and their log-probabilities."""
         rows = logits.shape[0]
         tokens, logprobs = self.sampler(logits, self.position[:rows], features)
-        self.tokens[:rows] = tokens
+        self.tokens[:rows] = tokens.clamp_min(0)  # NO_TOKEN is not to be looked up
         return tokens, logprobs
 
     def advance(self, rows: int, features: Features | None) -> tuple[Tensor, Tensor | None]:

@@ -7,42 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
-from transformers import AutoTokenizer
 
 from headmax.generate.engine import Completion, Engine, Request
 from headmax.generate.prefix import PrefixState
 from headmax.generate.sampling import Sampling
-from headmax.models import HeadmaxConfig, HeadmaxForCausalLM
-
-
-def load_config(folder: Path) -> HeadmaxConfig:
-    """Of a checkpoint folder; what is none, or another's, is refused in one line."""
-    if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"{folder}: no config.json there; give a folder that save_pretrained wrote")
-    kind = HeadmaxConfig.get_config_dict(folder)[0].get("model_type")
-    if kind != HeadmaxConfig.model_type:
-        raise ValueError(f"{folder}: model_type is {kind!r}, not a headmax model; see `headmax convert`")
-    return HeadmaxConfig.from_pretrained(folder)
-
-
-def load(folder: Path, device: str, dtype: torch.dtype | None) -> HeadmaxForCausalLM:
-    """The model of a checkpoint folder; bfloat16 on a GPU and float32 on a CPU unless given."""
-    config = load_config(folder)
-    dtype = dtype or (torch.bfloat16 if device.startswith("cuda") else torch.float32)
-    return HeadmaxForCausalLM.from_pretrained(folder, config=config, dtype=dtype).to(device).eval()  # type: ignore[arg-type]
-
-
-def load_tokenizer(folder: Path) -> Any:
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{folder}: no tokenizer there that transformers can load; put tokenizer.json and tokenizer_config.json beside the model, "
-            "or name a folder that has them with --tokenizer"
-        ) from error
 
 
 @dataclass(frozen=True)

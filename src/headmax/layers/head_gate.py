@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -47,11 +48,11 @@ class HeadGateConfig:
                 raise ValueError(f"HeadGateConfig: unknown {name} {getattr(self, name)!r}{suggest(getattr(self, name), get_args(kind))}")
         if not (self.read or self.write):
             raise ValueError("HeadGateConfig: read and write are both False; a model without gates has head_gate=None")
-        if self.scale != "heads" and not (isinstance(self.scale, int | float) and self.scale > 0):
+        if self.scale != "heads" and not (isinstance(self.scale, int | float) and 0 < self.scale < math.inf):
             raise ValueError(f"HeadGateConfig: scale must be a positive number or 'heads', got {self.scale!r}")
-        if not (isinstance(self.temperature, int | float) and self.temperature > 0):
+        if not (isinstance(self.temperature, int | float) and 0 < self.temperature < math.inf):
             raise ValueError(f"HeadGateConfig: temperature must be a positive number, got {self.temperature!r}")
-        if not (isinstance(self.init_std, int | float) and self.init_std >= 0):
+        if not (isinstance(self.init_std, int | float) and 0 <= self.init_std < math.inf):
             raise ValueError(f"HeadGateConfig: init_std must be a number that is not negative, got {self.init_std!r}")
 
     def build(self, *, hidden_size: int, num_heads: int, head_dim: int, like: Tensor) -> HeadGate:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from typing import Any, get_args
 
 from transformers import PreTrainedConfig
@@ -20,6 +21,19 @@ ELSEWHERE = {
     "n_head": "num_heads",
 }
 """What other libraries call a field."""
+LARGEST = {
+    **dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 2**24),
+    **dict.fromkeys(("num_heads", "head_k_dim", "head_v_dim", "num_v_heads"), 2**16),
+    "num_hidden_layers": 10_000,
+}
+"""Sizes a hundred times those of any model there is."""
+OPTIONAL = {"intermediate_size", "head_k_dim", "head_v_dim", "num_v_heads"}
+MAX_RATIO, MAX_CONV = 1000, 1024
+
+
+def _is(kind: type, value: object) -> bool:
+    """Whether this is a number of that kind: integers are floats too, truth values are neither."""
+    return isinstance(value, int | float if kind is float else kind) and not isinstance(value, bool)
 
 
 class HeadmaxConfig(PreTrainedConfig):
@@ -92,20 +106,7 @@ class HeadmaxConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def _check(self) -> None:
-        for name in ("hidden_size", "num_hidden_layers", "num_heads", "vocab_size"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"HeadmaxConfig: {name} must be a positive integer, got {value!r}")
-        for name in ("head_k_dim", "head_v_dim", "num_v_heads", "intermediate_size"):
-            value = getattr(self, name)
-            if value is not None and not (isinstance(value, int) and value > 0):
-                raise ValueError(f"HeadmaxConfig: {name} must be a positive integer or None, got {value!r}")
-        if self.mlp_ratio is not None and not self.mlp_ratio > 0:
-            raise ValueError(f"HeadmaxConfig: mlp_ratio must be a positive number or None, got {self.mlp_ratio!r}")
-        if self.conv_size is not None and (self.conv_size < 0 or self.conv_size == 1):
-            raise ValueError(f"HeadmaxConfig: conv_size must be 0 for none or at least 2, got {self.conv_size!r}")
-        if not self.norm_eps > 0:
-            raise ValueError(f"HeadmaxConfig: norm_eps must be positive, got {self.norm_eps!r}")
+        self._check_numbers()
         for name, known in (("output_norm", get_args(OutputNormKind)), ("feature_map", FEATURE_MAPS), ("backend", BACKENDS)):
             value = getattr(self, name)
             if value is not None and value not in known:
@@ -130,6 +131,38 @@ class HeadmaxConfig(PreTrainedConfig):
         ):
             if getattr(self, field) is not None and not present & users:
                 raise ValueError(f"HeadmaxConfig: {field} has no use in a model of {', '.join(sorted(present))} layers; leave it None")
+
+    def _check_numbers(self) -> None:
+        """Sizes and settings that some model could have; the rest would run out of memory, or compute nothing but NaN."""
+        for name, largest in LARGEST.items():
+            value, optional = getattr(self, name), name in OPTIONAL
+            if not (_is(int, value) or (optional and value is None)) or (value is not None and value < 1):
+                raise ValueError(f"HeadmaxConfig: {name} must be a positive integer{' or None' if optional else ''}, got {value!r}")
+            if value is not None and value > largest:
+                raise ValueError(f"HeadmaxConfig: {name} must be at most {largest:,}, got {value:,}")
+        if self.conv_size is not None and not (_is(int, self.conv_size) and self.conv_size != 1 and 0 <= self.conv_size <= MAX_CONV):
+            raise ValueError(f"HeadmaxConfig: conv_size must be 0 for none or at least 2, got {self.conv_size!r} (at most {MAX_CONV})")
+        if self.mlp_ratio is not None and not (_is(float, self.mlp_ratio) and 0 < self.mlp_ratio <= MAX_RATIO):
+            raise ValueError(f"HeadmaxConfig: mlp_ratio must be a positive number up to {MAX_RATIO:,} or None, got {self.mlp_ratio!r}")
+        for name in ("tie_word_embeddings", "use_cache"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"HeadmaxConfig: {name} must be True or False, got {getattr(self, name)!r}")
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            value = getattr(self, name)
+            if not (
+                value is None
+                or _is(int, value)
+                or (name == "eos_token_id" and isinstance(value, list) and all(_is(int, token) for token in value))
+            ):
+                raise ValueError(f"HeadmaxConfig: {name} must be the number of a token or None, got {value!r}")
+        if self.pad_token_id is not None and not -self.vocab_size <= self.pad_token_id < self.vocab_size:
+            raise ValueError(f"HeadmaxConfig: pad_token_id {self.pad_token_id} is not in the vocabulary of {self.vocab_size}")
+        for name in ("norm_eps", "rotary_base"):
+            value = getattr(self, name)
+            if not (_is(float, value) and 0 < value < math.inf):
+                raise ValueError(f"HeadmaxConfig: {name} must be {'finite' if value == math.inf else 'positive'}, got {value!r}")
+        if not (_is(float, self.initializer_range) and 0 <= self.initializer_range < math.inf):
+            raise ValueError(f"HeadmaxConfig: initializer_range must be finite and not negative, got {self.initializer_range!r}")
 
     @property
     def mixers(self) -> list[str]:

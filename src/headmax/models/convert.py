@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedConfig
 
 from headmax.layers.mlp import swiglu_width
 from headmax.models.configuration import HeadmaxConfig
 from headmax.models.modeling import HeadmaxForCausalLM
+from headmax.models.weights import check_shapes, read_json, read_weights
 from headmax.ops.registry import suggest
 
 MIXER_OF = {"gla": "gla", "retnet": "retnet", "gated_deltanet": "gated_deltanet", "transformer": "attention"}
@@ -172,49 +172,28 @@ def weights_from_fla(weights: Mapping[str, Tensor], config: HeadmaxConfig) -> di
     """FLA's weights under our names and in our shapes, the same numbers. ValueError lists what is missing, left over or misshapen."""
     names = {name: renamed(name, NAMES) for name in weights}
     made = {ours: weights[name].squeeze(1) if ".convs." in ours else weights[name] for name, ours in names.items() if ours}
-    check_weights(made, config, [name for name, ours in names.items() if not ours])
+    check_shapes(shapes_of(made), config, [name for name, ours in names.items() if not ours])
     return made
 
 
 def weights_to_fla(weights: Mapping[str, Tensor], config: HeadmaxConfig) -> dict[str, Tensor]:
     """The reverse of `weights_from_fla`."""
-    check_weights(weights, config, [])
+    check_shapes(shapes_of(weights), config)
     names = {ours: theirs for theirs, ours in NAMES.items()}
     if config.mixer == "gated_deltanet":
         names["mixer.output_norm.norm.weight"] = "attn.o_norm.weight"
     return {renamed(name, names): x.unsqueeze(1) if ".convs." in name else x for name, x in weights.items()}
 
 
-def check_weights(weights: Mapping[str, Tensor], config: HeadmaxConfig, left: list[str]) -> None:
-    """Raises unless `weights` are exactly those of a headmax model of this configuration."""
-    with torch.device("meta"):
-        expected = {name: tuple(x.shape) for name, x in HeadmaxForCausalLM(config).state_dict().items()}
-    if config.tie_word_embeddings and "lm_head.weight" not in weights:
-        expected.pop("lm_head.weight")
-    problems = [f"{name}: not in the checkpoint" for name in expected if name not in weights]
-    problems += [f"{name}: nothing in headmax takes it" for name in [*left, *(name for name in weights if name not in expected)]]
-    problems += [
-        f"{name}: is {list(x.shape)}, must be {list(expected[name])}"
-        for name, x in weights.items()
-        if name in expected and tuple(x.shape) != expected[name]
-    ]
-    if problems:
-        shown = "\n  ".join(problems[:20]) + (f"\n  and {len(problems) - 20} more" if len(problems) > 20 else "")
-        raise ValueError(f"weights do not map:\n  {shown}")
+def shapes_of(weights: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(x.shape) for name, x in weights.items()}
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """config.json and all weights of a Hugging Face folder, in one or several safetensors files."""
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{folder}: no config.json there; give the folder that save_pretrained wrote")
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"{folder}: no .safetensors file there; save the model with safe_serialization=True")
-    weights: dict[str, Tensor] = {}
-    for file in files:
-        with safe_open(file, framework="pt") as opened:
-            weights |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    return json.loads((folder / "config.json").read_text()), weights
+    return read_json(folder / "config.json"), read_weights(folder)
 
 
 def write_folder(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor], source: Path) -> None:

@@ -13,9 +13,9 @@ from headmax.data.shards import Index
 from headmax.eval import names, requests
 from headmax.eval.run import Evaluation, Settings
 from headmax.eval.score import REQUESTS
-from headmax.generate.terminal import load_tokenizer
 from headmax.models import HeadmaxConfig
 from headmax.reproduce import needles, runs
+from headmax.train.loading import load_tokenizer
 
 NEEDLE_SAMPLES = 40
 TASKS: dict[str, int | None] = {

@@ -27,13 +27,13 @@ from headmax.eval.requests import Request
 from headmax.eval.score import REQUESTS, score
 from headmax.eval.scores import Score, ScoreFile, Source
 from headmax.eval.scoring import Scorer
-from headmax.generate.terminal import load_tokenizer
 from headmax.models import HeadmaxForCausalLM
 from headmax.records import Record, Recorder
 from headmax.reproduce import runs
 from headmax.reproduce.needles import NEEDLES, NeedleRows
 from headmax.reproduce.runs import Run
 from headmax.train import EvalConfig
+from headmax.train.loading import load_tokenizer
 from headmax.train.metrics import read_lines
 from headmax.train.trainer import fit
 

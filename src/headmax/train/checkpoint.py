@@ -25,6 +25,7 @@ from headmax import durable
 from headmax.train.config import CheckpointConfig
 from headmax.train.faults import TrainingError
 from headmax.train.parallel import World
+from headmax.train.restricted import Planner, Reader
 
 logger = logging.getLogger("headmax")
 
@@ -110,7 +111,12 @@ class Checkpoints:
 
 def load(folder: Path, state: dict[str, Any], alone: bool, group: dist.ProcessGroup | None = None) -> None:
     """Fills `state`, whose tensors may be spread over ranks in another way than they were."""
-    dcp.load(state, storage_reader=dcp.FileSystemReader(folder), process_group=group, no_dist=alone)
+    reader = Reader(folder)
+    reader.read_metadata()  # what is wrong with it is then said by itself; dcp.load would wrap it
+    try:
+        dcp.load(state, storage_reader=reader, planner=Planner(), process_group=group, no_dist=alone)
+    except CheckpointException as error:
+        raise ValueError(f"{folder}: cannot be read: {reason(error).splitlines()[0]}") from error
 
 
 def newest(folder: Path) -> tuple[Path | None, list[Path]]:
@@ -135,7 +141,13 @@ def step_of(folder: Path) -> int:
 
 def keys(folder: Path) -> set[str]:
     """What a checkpoint holds, by name."""
-    return set(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
+    return set(Reader(folder).read_metadata().state_dict_metadata)
+
+
+def shapes(folder: Path, part: str) -> dict[str, tuple[int, ...]]:
+    """Of a checkpoint's tensors whose names begin with `part` and a dot, by the rest of the name."""
+    held = Reader(folder).read_metadata().state_dict_metadata
+    return {name.removeprefix(f"{part}."): tuple(x.size) for name, x in held.items() if name.startswith(f"{part}.") and hasattr(x, "size")}
 
 
 def progress_of(folder: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -125,12 +126,22 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         fields = flatten(asdict(self))
+        for name, value in fields.items():
+            numbers = value if isinstance(value, tuple | list) else [value]
+            if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
+                raise ValueError(f"{name} must be finite, got {value}")
         for name in POSITIVE:
             if fields[name] is not None and not fields[name] > 0:
                 raise ValueError(f"{name} must be positive, got {fields[name]}")
         for name in NOT_NEGATIVE:
             if not fields[name] >= 0:
                 raise ValueError(f"{name} must not be negative, got {fields[name]}")
+        if self.sequence_length < 2:
+            raise ValueError(f"sequence_length must be at least 2, a token to read and one to predict, got {self.sequence_length}")
+        if not all(0 <= beta < 1 for beta in self.optim.betas):
+            raise ValueError(f"optim.betas must be in [0, 1), got {self.optim.betas}")
+        if self.seed >= 2**63:
+            raise ValueError(f"seed must be below 2^63, got {self.seed}")
         if self.batch_tokens % self.sequence_length:
             raise ValueError(f"batch_tokens {self.batch_tokens} must be a multiple of sequence_length {self.sequence_length}")
         if self.compute.cuda_graph and self.against_graphs:

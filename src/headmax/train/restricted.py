@@ -1,0 +1,70 @@
+"""Reading torch.distributed.checkpoint's files as data: whoever wrote them, nothing in them is executed.
+
+Both its index (`.metadata`) and its plain values are pickles, which can name any function to call. A checkpoint's manifest does not
+help: who writes the one can write the other.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
+
+METADATA = "torch.distributed.checkpoint.metadata"
+ALLOWED = {
+    *((METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "ChunkStorageMetadata", "TensorProperties")),
+    *((METADATA, name) for name in ("TensorStorageMetadata", "BytesStorageMetadata", "_MEM_FORMAT_ENCODING")),
+    *(("torch.distributed.checkpoint.filesystem", name) for name in ("_StorageInfo", "_StoragePrefix")),
+    *((module, "PosixPath") for module in ("pathlib", "pathlib._local")),  # the second is Python 3.13's name
+    ("collections", "OrderedDict"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+}
+"""All that an index is made of, beside the dtypes of torch."""
+
+
+class Unpickler(pickle.Unpickler):
+    """Knows the classes of an index and no others."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which has no place there")
+
+
+class Reader(dcp.FileSystemReader):
+    """A FileSystemReader whose index is read by `Unpickler`; tensors are loaded with weights_only=True as they are."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = Path(self._get_metadata_path(kwargs.get("rank")))
+        try:
+            metadata = Unpickler(io.BytesIO(path.read_bytes())).load()
+            if not isinstance(metadata, Metadata):
+                raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}, not Metadata")
+            outside = {info.relative_path for info in metadata.storage_data.values()} - {file.name for file in path.parent.iterdir()}
+            if outside:
+                raise pickle.UnpicklingError(f"it points to {sorted(outside)[0]}, which is not in the folder")
+        except (OSError, MemoryError):
+            raise
+        except Exception as error:  # garbage makes an unpickler raise almost anything
+            raise ValueError(f"{path}: not the index of a checkpoint: {error}") from error
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class Planner(DefaultLoadPlanner):
+    """A DefaultLoadPlanner that takes numbers, strings, lists and tensors from a checkpoint; torch's own would unpickle anything."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        plain = io.BytesIO()
+        torch.save(torch.load(value, weights_only=True), plain)
+        plain.seek(0)
+        super().load_bytes(read_item, plain)
