@@ -1,5 +1,6 @@
 """The README tells the truth: its code runs, its commands exist, its figures are the records', its tree is the tree."""
 
+import glob
 import re
 import shlex
 from pathlib import Path
@@ -10,6 +11,7 @@ from headmax.cli.reproduce import PAGES
 from headmax.cli.run import load, parse
 from headmax.reproduce import readme
 from headmax_cli.main import find
+from tests.command_line import Called
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text()
@@ -24,6 +26,27 @@ def test_its_code_runs() -> None:
     assert scope["read"].shape == (1, 100, 4)
     assert scope["output"].loss.isfinite()
     assert scope["o"].shape == (1, 100, 4, 32)
+
+
+def test_its_command_lines_run_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, called: Called) -> None:
+    """From text files to a model that speaks, as the README has it; the text is the project's own documentation."""
+    (tmp_path / "corpus").mkdir()
+    for page in (ROOT / "docs").glob("*.md"):
+        (tmp_path / "corpus" / f"{page.stem}.txt").write_text(page.read_text())
+    monkeypatch.chdir(tmp_path)
+    (block,) = re.findall(r"```\n(headmax data prepare.*?)```", TEXT, flags=re.DOTALL)
+    lines = [shlex.split(line, comments=True)[1:] for line in block.splitlines()]
+    said = {}
+    for words in lines:
+        arguments = [file for word in words for file in (sorted(glob.glob(word)) if "*" in word else [word])]
+        done = called(*arguments)
+        assert done.returncode == 0, (words, done.stderr)
+        said[words[0]] = done.stdout
+    assert [words[0] for words in lines] == ["data", "train", "generate", "inspect", "curves", "convert", "eval"]
+    assert said["generate"].strip()
+    assert "mqar_4" in said["eval"]
+    for name in ("report.html", "curves/tiny.png", "tiny/model.safetensors", "runs/tiny/summary.json", "eval/records.jsonl"):
+        assert (tmp_path / name).stat().st_size > 0
 
 
 def test_its_commands_exist() -> None:
