@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from headmax import durable
 from headmax.analysis.gates import Gate, Trace, compare
 
 UNIT = 10_000
@@ -23,8 +24,7 @@ MAX_HEADS = TIE
 
 def write(path: Path, traces: Sequence[Trace]) -> None:
     """The report of one or two traces of the same text."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page(traces), encoding="utf-8")
+    durable.write(path, page(traces))
 
 
 def page(traces: Sequence[Trace]) -> str:

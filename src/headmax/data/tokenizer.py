@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headmax import durable
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
 FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -30,9 +31,8 @@ class Loaded:
 
     def save(self, folder: Path) -> None:
         """Writes a folder that `AutoTokenizer.from_pretrained` loads."""
-        folder.mkdir(parents=True, exist_ok=True)
         for name, content in self.files().items():
-            (folder / name).write_bytes(content)
+            durable.write(folder / name, content)
 
     @property
     def vocab_size(self) -> int:
@@ -66,7 +66,7 @@ def load(name: str) -> Loaded:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     beside = path.with_name(FILES[1])
-    return Loaded(tokenizer, json.loads(beside.read_text()) if beside.exists() else {"tokenizer_class": "PreTrainedTokenizerFast"})
+    return Loaded(tokenizer, durable.read_json(beside) if beside.exists() else {"tokenizer_class": "PreTrainedTokenizerFast"})
 
 
 def mistral() -> Loaded:

@@ -49,6 +49,8 @@ class Settings:
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"--limit must be at least 1, got {self.limit}")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"--seed must be at least 0 and below 2**63, got {self.seed}")
 
     def length(self, task: str) -> int | None:
         limits = [self.max_length, names.RETRIEVAL_LENGTH if task in names.RETRIEVAL else None]

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from headmax import durable
 from headmax.layers.mlp import swiglu_width
 from headmax.models.configuration import HeadmaxConfig
 from headmax.models.modeling import HeadmaxForCausalLM
@@ -212,23 +213,24 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise FileNotFoundError(f"{folder}: no .safetensors file there; save the model with safe_serialization=True")
     weights: dict[str, Tensor] = {}
     for file in files:
-        with safe_open(file, framework="pt") as opened:
-            weights |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    return json.loads((folder / "config.json").read_text()), weights
+        try:
+            with safe_open(file, framework="pt") as opened:
+                weights |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{file}: not a whole safetensors file ({error})") from error
+    return durable.read_json(folder / "config.json"), weights
 
 
 def write_folder(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor], source: Path) -> None:
     """Writes what `read_folder` reads, and copies the tokenizer; nothing is written over."""
     from huggingface_hub import save_torch_state_dict
 
-    if folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"{folder} is not empty: give a new folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    save_torch_state_dict({name: x.contiguous() for name, x in weights.items()}, folder, metadata={"format": "pt"})
-    for pattern in COPIED:
-        for file in source.glob(pattern):
-            shutil.copy2(file, folder)
-    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    with durable.new_folder(folder) as unfinished:
+        save_torch_state_dict({name: x.contiguous() for name, x in weights.items()}, unfinished, metadata={"format": "pt"})
+        for pattern in COPIED:
+            for file in filter(Path.is_file, source.glob(pattern)):
+                shutil.copy2(file, unfinished)
+        (unfinished / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def dtype_of(config: Mapping[str, Any]) -> str | None:
@@ -239,6 +241,7 @@ def dtype_of(config: Mapping[str, Any]) -> str | None:
 def from_fla(source: Path | str, out: Path | str) -> None:
     """An FLA checkpoint folder becomes a headmax folder, which `AutoModelForCausalLM.from_pretrained` loads."""
     folder = Path(source)
+    durable.claim(Path(out))
     config, weights = read_folder(folder)
     ours = config_from_fla(config)
     made = ours.to_dict() | {"architectures": ["HeadmaxForCausalLM"], "dtype": dtype_of(config)}
@@ -248,6 +251,7 @@ def from_fla(source: Path | str, out: Path | str) -> None:
 def to_fla(source: Path | str, out: Path | str) -> None:
     """A headmax folder becomes one that flash-linear-attention loads."""
     folder = Path(source)
+    durable.claim(Path(out))
     config, weights = read_folder(folder)
     if config.get("model_type") != HeadmaxConfig.model_type:
         raise ValueError(f"{folder}: model_type is {config.get('model_type')!r}, not a headmax model")

@@ -128,6 +128,9 @@ class TrainConfig:
         for name in POSITIVE:
             if fields[name] is not None and not fields[name] > 0:
                 raise ValueError(f"{name} must be positive, got {fields[name]}")
+        for name, value in fields.items():
+            if isinstance(value, int) and value > LARGEST:
+                raise ValueError(f"{name} must be at most {LARGEST}, got {value}")
         for name in NOT_NEGATIVE:
             if not fields[name] >= 0:
                 raise ValueError(f"{name} must not be negative, got {fields[name]}")
@@ -159,6 +162,8 @@ class TrainConfig:
         return whole if self.max_steps is None else min(whole, self.max_steps)
 
 
+LARGEST = 10**18
+"""Of any whole number: a signed one of 64 bits holds it, and sums of a few."""
 POSITIVE = (
     *("token_budget", "sequence_length", "batch_tokens", "max_steps", "max_skipped_steps", "optim.lr", "optim.eps", "optim.grad_clip"),
     *("compute.micro_batch", "checkpoint.keep_last", "eval.sequences", "log.print_every"),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
+from headmax import durable
 from headmax.models import HeadmaxConfig, HeadmaxForCausalLM
 from headmax.models.card import write_card
 from headmax.train import checkpoint
@@ -17,22 +17,24 @@ def load_model(run: Path) -> HeadmaxForCausalLM:
     folder, _ = checkpoint.newest(run / "checkpoints")
     if folder is None:
         raise ValueError(f"{run}: no whole checkpoint there yet")
-    model = HeadmaxForCausalLM(HeadmaxConfig.from_dict(json.loads((run / "config.json").read_text())["model"]))
+    if not isinstance(described := durable.read_json(run / "config.json").get("model"), dict):
+        raise ValueError(f"{run / 'config.json'}: no model in it; give the --out folder of headmax train")
+    model = HeadmaxForCausalLM(HeadmaxConfig.from_dict(described))
     checkpoint.load(folder, {"model": model.state_dict()}, alone=True)
     return model
 
 
 def to_hf(run: Path, out: Path) -> None:
     """Safetensors, config, tokenizer and model card of a run."""
-    if out.exists() and any(out.iterdir()):
-        raise ValueError(f"{out} is not empty: give a new folder")
+    durable.claim(out)
     model = load_model(run)
     ends = [token for token in (model.config.bos_token_id, model.config.eos_token_id) if isinstance(token, int)]
     model.generation_config.eos_token_id = ends or None  # in the data nothing ends a document but the first token of the next
-    model.save_pretrained(out)
-    write_card(model, out)
-    if (run / "tokenizer.json").is_file():
-        write_tokenizer(run / "tokenizer.json", model.config, out)
+    with durable.new_folder(out) as unfinished:
+        model.save_pretrained(unfinished)
+        write_card(model, unfinished)
+        if (run / "tokenizer.json").is_file():
+            write_tokenizer(run / "tokenizer.json", model.config, unfinished)
 
 
 def write_tokenizer(file: Path, config: HeadmaxConfig, out: Path) -> None:
