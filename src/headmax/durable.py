@@ -195,7 +195,9 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8: byte 0x{error.object[error.start]:02x} at {error.start}; give a text file in UTF-8") from error
+        raise ValueError(
+            f"{path}: not UTF-8: byte 0x{error.object[error.start]:02x} at {error.start}; give a text file in UTF-8"
+        ) from error
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{path}: no such file") from error
     except OSError as error:

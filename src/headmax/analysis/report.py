@@ -27,6 +27,16 @@ def write(path: Path, traces: Sequence[Trace]) -> None:
     durable.write(path, page(traces))
 
 
+def check_place(path: Path, *inputs: Path | None) -> None:
+    """Raises where a report cannot be written: in the place of an input, of a folder, or of a file that is no page."""
+    durable.refuse_inputs(path, *inputs)
+    if path.exists():
+        with durable.writing(path), path.open("rb") as file:
+            begins = file.read(64).strip().lower()
+        if begins and not begins.startswith(b"<!doctype html"):
+            raise ValueError(f"{path}: there already, and no HTML page; choose another file to write")
+
+
 def page(traces: Sequence[Trace]) -> str:
     if len(traces) not in (1, 2):
         raise ValueError(f"a report shows one or two models, got {len(traces)}")

@@ -74,7 +74,7 @@ def main() -> None:
     logging.getLogger("headmax").setLevel(logging.INFO)
     try:
         app(sys.argv[1:]).cli(prog="headmax", description="Softmax Linear Attention: a softmax over heads.")
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         status, said = 2, str(error)
     except KeyboardInterrupt:
         sys.exit(130)

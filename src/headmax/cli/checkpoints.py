@@ -78,13 +78,18 @@ def generate(
     """
     import torch
 
+    from headmax import durable
     from headmax.generate import GREEDY, Engine, Sampling, terminal
+    from headmax.generate.prefix import check_place
 
     if prompt is not None and file is not None:
         raise ValueError("give --prompt or --file, not both")
-    text = file.read_text() if file is not None else prompt
+    text = durable.read_text(file) if file is not None else prompt
     if save_prefix is not None and text is None:
         raise ValueError("--save-prefix needs --prompt or --file")
+    if save_prefix is not None:
+        durable.refuse_inputs(save_prefix, file, prefix)
+        check_place(save_prefix)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(device)
     sampling = GREEDY if greedy else Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
@@ -178,13 +183,15 @@ def inspect(
     """
     from rich.console import Console
 
+    from headmax import durable
     from headmax.analysis import gates, report
 
     if (text is None) == (file is None):
         raise ValueError("give the text with --text or --file, one of the two")
     at_least(1, max_tokens=max_tokens)
     check_device(device)
-    words = file.read_text() if file is not None else text or ""
+    report.check_place(out, file)
+    words = durable.read_text(file) if file is not None else text or ""
     folders = [checkpoint] + ([] if compare is None else [compare])
     whole = len({folder.resolve().name for folder in folders}) < len(folders)  # two of the same name go by their paths
     traces = []

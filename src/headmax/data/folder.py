@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from headmax import durable
-from headmax.data.encoder import SPLITS
 from headmax.data.documents import Input
+from headmax.data.encoder import SPLITS
 from headmax.data.shards import INDEX, PROGRESS, STARTS, Index, Shard
 from headmax.data.tokenizer import FILES
 

@@ -128,7 +128,9 @@ def verify(folder: Path) -> Index:
             if hashlib.file_digest(file, "sha256").hexdigest() != checksum:
                 raise ValueError(f"{folder / name}: changed since it was prepared (its checksum differs); prepare the folder again")
     for shard in (shard for shards in index.splits.values() for shard in shards):
-        refuse_outside(folder / f"{shard.name}.tokens", mapped(folder / f"{shard.name}.tokens", index.dtype, shard.tokens), index.vocab_size)
+        refuse_outside(
+            folder / f"{shard.name}.tokens", mapped(folder / f"{shard.name}.tokens", index.dtype, shard.tokens), index.vocab_size
+        )
         starts = mapped(folder / f"{shard.name}.documents", STARTS, shard.documents)
         if len(starts) and (starts[0] < 0 or starts[-1] >= shard.tokens or (np.diff(starts) <= 0).any()):
             raise ValueError(f"{folder / f'{shard.name}.documents'}: not places in {shard.tokens} tokens, one after the other")

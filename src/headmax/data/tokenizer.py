@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headmax import durable
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
+
+from headmax import durable
 
 FILES = ("tokenizer.json", "tokenizer_config.json")
 """What makes a folder one that `AutoTokenizer.from_pretrained` loads."""

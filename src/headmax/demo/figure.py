@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headmax.analysis import report
+from headmax.analysis import report, style
 from headmax.analysis.gates import trace
-from headmax.analysis import style
 from headmax.analysis.style import pyplot
 from headmax.data.mqar import MQAR
 

@@ -23,8 +23,9 @@ VARIANTS = {"plain": None, "uniform": HeadGateConfig(kind="uniform"), "softmax":
 """No gates; gates frozen at their mean, the control; gates that compete."""
 DEMO = durable.Owner(
     "an earlier demo",
-    lambda folder: any((folder / name).is_dir() for name in VARIANTS)
-    and all(is_run(folder / name) for name in VARIANTS if (folder / name).exists()),
+    lambda folder: (
+        any((folder / name).is_dir() for name in VARIANTS) and all(is_run(folder / name) for name in VARIANTS if (folder / name).exists())
+    ),
 )
 RECORDS = records.RESULTS / "demo.jsonl"
 
