@@ -101,7 +101,7 @@ def test_a_text_that_is_none_is_named(model: Path, tmp_path: Path) -> None:
 
 def write_twice(write: Callable[[Path], object], path: Path) -> None:
     """Fails where there is no room and leaves nothing; then there is room, and the same works."""
-    with no_room(), pytest.raises(ValueError, match="cannot be written to: .*File too large"):
+    with no_room(), pytest.raises(ValueError, match=r"cannot be written to: .*File too large"):
         write(path)
     assert not list(path.parent.iterdir())
     write(path)
