@@ -102,6 +102,12 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
     assert "recipe" in done.stdout
 
 
+def test_a_missing_extra_is_named(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['pyarrow'] = None; from headmax_cli import main; main(['data', 'prepare', 'a.txt', '--out', 'd'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (2, "headmax: this command needs pyarrow: pip install '.[train]' in a checkout of headmax\n")
+
+
 @pytest.mark.parametrize("debug", [False, True])
 def test_an_internal_error_is_one_line_unless_asked(debug: bool, called: Called, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headmax.cli.recipes.recipes", lambda: [][1])

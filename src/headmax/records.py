@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from headmax import durable
+
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 """Where the repository keeps what was measured."""
 
@@ -76,16 +78,30 @@ def current_commit() -> str:
 
 
 def append(path: Path, records: Iterable[Record]) -> None:
-    """In one write, so that several processes may share a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab", buffering=0) as file:
-        file.write("".join(json.dumps(asdict(record)) + "\n" for record in records).encode())
+    """All or none of them, behind those that are there; several processes may share a file."""
+    check(path)
+    durable.append(path, "".join(json.dumps(asdict(record)) + "\n" for record in records).encode())
+
+
+def check(path: Path) -> None:
+    """Raises where records cannot be appended to `path`: it begins with something else."""
+    with durable.writing(path):
+        durable.refuse_inputs(path)
+        if not path.exists():
+            return
+        with path.open("rb") as file:
+            first = file.readline()
+    try:
+        if first:
+            Record(**json.loads(first))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: no file of records; choose another one to append to") from error
 
 
 def read(path: Path) -> Iterator[Record]:
     """The records of a file; none if there is no such file."""
     if path.exists():
-        for number, line in enumerate(path.read_text().splitlines(), 1):
+        for number, line in enumerate(durable.read_text(path).splitlines(), 1):
             try:
                 yield Record(**json.loads(line))
             except (TypeError, json.JSONDecodeError) as error:

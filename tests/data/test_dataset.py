@@ -1,5 +1,6 @@
 """The reader: which samples, in which order, with which boundaries."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -156,3 +157,36 @@ def test_a_damaged_folder_is_refused(folder: Path, tmp_path: Path) -> None:
         (copy / "index.json").write_text(content_)
         with pytest.raises(ValueError, match=said):
             TokenShards(copy, length=LENGTH, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"dtype": "float99"}, "dtype is 'float99'"),
+        ({"vocab_size": "many"}, "vocab_size is 'many'"),
+        ({"made_from": 3}, "made_from is 3"),
+        ({"splits": {}}, r"splits is \{\}"),
+        ({"splits": 3}, "not an index"),
+        ({"splits": {"train": [{"name": "../x"}], "valid": []}}, "not an index"),
+        ({"name": "../outside/x"}, "'../outside/x' is no name of a file beside it"),
+        ({"tokens": 1.5}, r"tokens=1\.5"),
+    ],
+)
+def test_an_index_that_cannot_be(change: dict[str, object], said: str, folder: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    fields = json.loads((copy / "index.json").read_text())
+    target = fields["splits"]["train"][0] if change.keys() & {"name", "tokens"} else fields
+    target.update(change)
+    (copy / "index.json").write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match=said):
+        Index.read(copy)
+
+
+def test_a_token_outside_the_vocabulary_is_refused(folder: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    fields = json.loads((copy / "index.json").read_text())
+    (copy / "index.json").write_text(json.dumps(fields | {"vocab_size": 5}))
+    with pytest.raises(ValueError, match="is outside the vocabulary of 5; prepare the folder again"):
+        TokenShards(copy, length=LENGTH, seed=0).batch([0])
+    with pytest.raises(ValueError, match=r"train-00000\.tokens: token \d+ is outside the vocabulary of 5"):
+        verify(copy)

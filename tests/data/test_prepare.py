@@ -291,3 +291,50 @@ def test_killed_and_run_again_it_gives_the_same_folder(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_killed_many_times_it_gives_the_same_folder(tmp_path: Path) -> None:
     kill_and_go_on(tmp_path, kills=12, seed=1)
+
+
+def test_inputs_are_known_by_their_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (write(tmp_path / folder / "x.txt", [text * 2000]) for folder, text in (("a", "one "), ("b", "two ")))
+    assert first.stat().st_size == second.stat().st_size
+    out, config = tmp_path / "out", PrepareConfig((str(first),))
+    prepare(config, out, workers=1)
+    before = contents(out)
+    with pytest.raises(ValueError, match=r"b/x\.txt: not the text that .*out was made from; restore it, or choose another folder"):
+        prepare(PrepareConfig((str(second),)), out, workers=1)
+    prepare(config, out, workers=1)
+    assert contents(out) == before
+
+
+@pytest.mark.parametrize("kind", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
+def test_an_input_edited_between_two_goes_is_noticed(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, out = write(tmp_path / kind, TEXTS), tmp_path / "out"
+    config = PrepareConfig((str(path),), shard_tokens=3000)
+    with pytest.raises(KeyboardInterrupt):
+        interrupt(config, out, monkeypatch, KeyboardInterrupt())
+    whole = path.read_bytes()
+    path.write_bytes(whole[:20] + bytes([whole[20] ^ 1]) + whole[21:])
+    with pytest.raises(ValueError, match=f"{kind}: not the text that"):
+        prepare(config, out, workers=1)
+    path.write_bytes(whole)
+    prepare(config, out, workers=1)
+    prepare(config, tmp_path / "undisturbed", workers=1)
+    assert contents(out) == contents(tmp_path / "undisturbed")
+
+
+def test_a_folder_made_before_inputs_were_hashed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config, out = PrepareConfig((str(write(tmp_path / "a.txt", TEXTS)),)), tmp_path / "out"
+    prepare(config, out, workers=1)
+    fields = json.loads((out / "index.json").read_text())
+    del fields["made_from"]["contents"]
+    (out / "index.json").write_text(json.dumps(fields))
+    assert prepare(config, out, workers=1).tokens("train") == verify(out).tokens("train")
+    assert "made before inputs were hashed" in caplog.text
+
+
+def test_what_can_never_be_complete_leaves_nothing_and_no_advice_to_repeat_it(tmp_path: Path) -> None:
+    config = PrepareConfig((str(write(tmp_path / "a.txt", TEXTS)),), valid_fraction=1e-12, shard_tokens=3000)
+    with pytest.raises(ValueError, match=r"no documents to validate on in .*: valid_fraction 1e-12 of 40 leaves none; give a larger one"):
+        prepare(config, tmp_path / "out", workers=1)
+    assert not list((tmp_path / "out").iterdir())
+    with pytest.raises(ValueError, match="no prepared data here"):
+        Index.read(tmp_path / "out")

@@ -23,13 +23,24 @@ def test_a_nan_in_the_weights_ends_every_task_and_records_nothing(
         model.model.layers[1].mlp.up_proj.weight[3, 4] = torch.nan
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    asked = ["--tasks", "piqa,squad_completion,mqar_4", "--data-dir", data_dir, "--limit", 3, "--work", tmp_path, "--device", "cpu"]
+    asked = [
+        "--tasks",
+        "piqa,squad_completion,mqar_4",
+        "--data-dir",
+        data_dir,
+        "--limit",
+        3,
+        "--work",
+        tmp_path / "work",
+        "--device",
+        "cpu",
+    ]
     code, out, errors = headmax("eval", tmp_path / "model", *asked)
     lines = [line for line in errors.splitlines() if line.startswith("headmax: ")]
     assert (code, out, len(lines)) == (2, "", 3), errors
     assert all("not finite" in line for line in lines)
-    assert not ScoreFile(tmp_path / "scores.jsonl").scores
-    records = tmp_path / "records.jsonl"
+    assert not ScoreFile(tmp_path / "work" / "scores.jsonl").scores
+    records = tmp_path / "work" / "records.jsonl"
     assert not records.exists() or not records.read_text()
 
 

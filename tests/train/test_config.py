@@ -57,7 +57,7 @@ def test_weight_decay_is_on_matrices_alone(mixer: str) -> None:
         ({"schedule_final_lr": math.inf}, "schedule.final_lr must be finite, got inf"),
         ({"gate_balance": math.inf}, "gate_balance must be finite, got inf"),
         ({"sequence_length": 1}, "sequence_length must be at least 2, a token to read and one to predict, got 1"),
-        ({"seed": 2**63}, "seed must be below 2.63, got 9223372036854775808"),
+        ({"seed": 2**63}, "seed must be at most 1000000000000000000, got 9223372036854775808"),
         ({"compute_cuda_graph": True, "documents": "separate"}, "compute.cuda_graph does not go with documents separate"),
         ({"compute_cuda_graph": True, "compute_activation_checkpointing": True}, "does not go with compute.activation_checkpointing"),
         ({"schedule_warmup_tokens": 10_000}, "schedule.warmup_tokens must be between 0 and token_budget 9600, got 10000"),

@@ -145,10 +145,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "huge": (lambda folder: config(folder, vocab_size=2**24), "must be [16777216, 32]"),
     "types": (lambda folder: config(folder, hidden_size="32"), "hidden_size must be a positive integer, got '32'"),
     "feature map": (lambda folder: config(folder, feature_map={}), "config.json: "),
-    "no object": (bytes_of("config.json", lambda _: b"[1]"), "config.json: holds a list, not a JSON object"),
-    "no JSON": (bytes_of("config.json", lambda x: x[:-9]), "config.json: not JSON"),
-    "no text": (bytes_of("config.json", lambda _: b"\xff\xfe\x00"), "config.json: not JSON"),
-    "generation": (bytes_of("generation_config.json", lambda _: b"7"), "generation_config.json: holds a int"),
+    "no object": (bytes_of("config.json", lambda _: b"[1]"), "config.json: not a JSON object but a list"),
+    "no JSON": (bytes_of("config.json", lambda x: x[:-9]), "config.json: not a JSON object"),
+    "no text": (bytes_of("config.json", lambda _: b"\xff\xfe\x00"), "config.json: not UTF-8"),
+    "generation": (bytes_of("generation_config.json", lambda _: b"7"), "generation_config.json: not a JSON object but a int"),
     "tokenizer": (bytes_of("tokenizer.json", lambda _: b"{}"), "no tokenizer there that transformers can load ("),
 }
 
@@ -168,7 +168,7 @@ def test_inspect_and_eval_refuse_missing_weights_too(folder: Path, headmax: Any,
     weights(folder, **{"model.norm.weight": None})
     for command in (
         ["inspect", folder, "--text", "w1", "--out", tmp_path / "r.html"],
-        ["eval", folder, "--tasks", "mqar_4", "--work", tmp_path],
+        ["eval", folder, "--tasks", "mqar_4", "--work", tmp_path / "work"],
     ):
         code, _, errors = headmax(*command)
         assert code == 2

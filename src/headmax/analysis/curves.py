@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from headmax import durable
 from headmax.analysis.style import pyplot, save
 from headmax.records import Record
 from headmax.train.metrics import Line, read_lines
@@ -37,7 +37,7 @@ def digest(run: Path, name: str | None = None) -> Iterator[Record]:
     """What a finished run showed. `name` is what it is called, its folder's name unless given."""
     if not (run / "summary.json").is_file():
         raise ValueError(f"{run}: no summary.json there; give the --out folder of a headmax train that has ended")
-    summary = json.loads((run / "summary.json").read_text())
+    summary = durable.read_json(run / "summary.json")
     lines = [line for line in read_lines(run / "metrics.jsonl") if not line["skipped"]]
     made = {"date": summary["date"], "device": summary["device"], "commit": summary["commit"]}
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from headmax import durable
 from headmax.analysis.gates import Gate, Trace, compare
 
 UNIT = 10_000
@@ -23,8 +24,17 @@ MAX_HEADS = TIE
 
 def write(path: Path, traces: Sequence[Trace]) -> None:
     """The report of one or two traces of the same text."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page(traces), encoding="utf-8")
+    durable.write(path, page(traces))
+
+
+def check_place(path: Path, *inputs: Path | None) -> None:
+    """Raises where a report cannot be written: in the place of an input, of a folder, or of a file that is no page."""
+    durable.refuse_inputs(path, *inputs)
+    if path.exists():
+        with durable.writing(path), path.open("rb") as file:
+            begins = file.read(64).strip().lower()
+        if begins and not begins.startswith(b"<!doctype html"):
+            raise ValueError(f"{path}: there already, and no HTML page; choose another file to write")
 
 
 def page(traces: Sequence[Trace]) -> str:

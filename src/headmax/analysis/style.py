@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from headmax import durable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,6 +38,12 @@ SETTINGS: dict[Any, Any] = {
 }
 
 
+PICTURES = durable.Owner(
+    "pictures and records alone",
+    lambda folder: all(path.is_dir() or path.suffix in (".png", ".svg", ".jsonl") for path in folder.iterdir()),
+)
+
+
 def require_matplotlib() -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("pictures need matplotlib: pip install '.[plot]' in a checkout of headmax")
@@ -55,9 +64,16 @@ def pyplot() -> Any:
 
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     """The figure as PNG and SVG, the same bytes each time; it is closed."""
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"{name}.png", folder / f"{name}.svg"]
-    figure.savefig(paths[0], dpi=130)
-    figure.savefig(paths[1], metadata={"Date": None})
+    durable.claim(folder, PICTURES)
+    paths = [folder / durable.file_name(f"{name}.{kind}", "the picture's name") for kind in ("png", "svg")]
+    for path in paths:
+        draw(figure, path)
     pyplot().close(figure)
     return paths
+
+
+def draw(figure: Figure, path: Path) -> None:
+    """The figure as a file of the kind that its name says."""
+    drawn, kind = io.BytesIO(), path.suffix.removeprefix(".")
+    figure.savefig(drawn, format=kind, dpi=130 if kind == "png" else "figure", metadata={"Date": None} if kind == "svg" else None)
+    durable.write(path, drawn.getvalue())

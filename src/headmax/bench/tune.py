@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headmax import durable
 from headmax.bench.kernels import SPECS, TOLERANCE, error, ours
 from headmax.bench.timing import kernel_times
 from headmax.ops import triton_tiles
@@ -220,4 +221,4 @@ def write(path: Path) -> None:
         rows = ",\n".join(f"      {json.dumps(name)}: {json.dumps(tiles)}" for name, tiles in entry["kernels"].items())
         head = "".join(f"    {json.dumps(name)}: {json.dumps(entry[name])},\n" for name in ("from", "long chunks"))
         entries.append(f'  "{size}": {{\n{head}    "kernels": {{\n{rows}\n    }}\n  }}')
-    path.write_text("{\n" + ",\n".join(entries) + "\n}\n")
+    durable.write(path, "{\n" + ",\n".join(entries) + "\n}\n")

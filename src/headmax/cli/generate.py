@@ -60,6 +60,7 @@ def generate(
 
     from headmax import durable
     from headmax.generate import GREEDY, Engine, Sampling, terminal
+    from headmax.generate.prefix import check_place
     from headmax.train.loading import load_model, load_tokenizer
 
     if prompt is not None and file is not None:
@@ -67,6 +68,9 @@ def generate(
     text = durable.read_text(file) if file is not None else prompt
     if save_prefix is not None and text is None:
         raise ValueError("--save-prefix needs --prompt or --file")
+    if save_prefix is not None:
+        durable.refuse_inputs(save_prefix, file, prefix)
+        check_place(save_prefix)
     sampling = GREEDY if greedy else Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     settings = terminal.Settings(max_new_tokens, sampling, stop)
     model = load_model(checkpoint, find_device(device), dtype and getattr(torch, dtype))

@@ -40,6 +40,7 @@ def inspect(
         raise ValueError("give the text with --prompt or --file, one of the two")
     at_least(1, max_tokens=max_tokens)
     place = find_device(device)
+    report.check_place(out, file)
     text = durable.read_text(file) if file is not None else prompt or ""
     models = [checkpoint] if compare is None else [checkpoint, compare]
     names = [Path(model).resolve().name for model in models]

@@ -38,13 +38,14 @@ def tables(
         form: Markdown or LaTeX.
         out: write to this file instead of standard output.
     """
+    from headmax import durable
     from headmax.eval.tables import RECORDS, render
 
     text = render(records or (RECORDS,), scale, form)
     if out is None:
         print(text, end="")
     else:
-        out.write_text(text)
+        durable.write(out, text)
 
 
 def theory(out: Path = Path("runs/theory")) -> None:

@@ -20,6 +20,13 @@ from headmax.cli.config_file import dump_config, expand
 from headmax_cli.commands import COMMANDS, FAMILIES, Command
 
 Function = Callable[..., None]
+EXTRAS = {
+    **dict.fromkeys(("datasets", "mistral_common", "pyarrow", "sentencepiece", "zstandard"), "train"),
+    **dict.fromkeys(("lm_eval", "wonderwords"), "eval"),
+    "matplotlib": "plot",
+    "fla": "fla",
+}
+"""Packages that come with an extra of the distribution."""
 
 
 def run_command(command: Command, arguments: list[str], debug: bool) -> int:
@@ -51,12 +58,12 @@ def explain(error: Exception) -> tuple[int, str]:
     """Exit code and line of an error: 2 where the caller can mend it, 1 where headmax is at fault."""
     if hasattr(error, "exit_status"):
         return error.exit_status, str(error)
-    if isinstance(error, OSError) and error.strerror and not isinstance(error, FileNotFoundError):
-        return 2, f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    if isinstance(error, ValueError | OSError):
+    if isinstance(error, ValueError):
         return 2, str(error)
-    if isinstance(error, ImportError):
-        return 2, str(error)
+    if isinstance(error, OSError):
+        return 2, f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+    if isinstance(error, ModuleNotFoundError) and error.name in EXTRAS:
+        return 2, f"this command needs {error.name}: pip install '.[{EXTRAS[error.name]}]' in a checkout of headmax"
     text = " ".join(str(error).split())
     return 1, f"internal error, {type(error).__name__}: {text}; --debug shows where. Please report it with the output of `headmax env`"
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from headmax.data.permutation import permute
-from headmax.data.shards import INDEX, STARTS, Index
+from headmax.data.shards import INDEX, STARTS, Index, mapped, refuse_outside
 from headmax.data.source import Batch
 from headmax.ops.packing import Packing
 
@@ -41,18 +41,19 @@ class TokenShards:
         folder = Path(folder)
         index = Index.read(folder)
         if not index.splits.get(split):
-            there = " and ".join(name for name, shards in index.splits.items() if shards)
+            there = " and ".join(name for name, shards in index.splits.items() if shards) or "no other"
             raise ValueError(f"{folder}: no split {split!r}, but {there}; `headmax data prepare` makes it with --valid or --valid-fraction")
         if index.tokens(split) < length:
             raise ValueError(f"{folder}: {index.tokens(split)} tokens in split {split!r}, fewer than one sample of {length}")
         self.vocab_size, self.length, self.seed, self.documents, self.split = index.vocab_size, length, seed, documents, split
         self.num_samples = index.tokens(split) // length
         """Per epoch; what does not fill a window at the end is left out."""
+        self.folder = folder
         self._checksum = hashlib.sha256((folder / INDEX).read_bytes()).hexdigest()
         shards = index.splits[split]
         self._bounds = [0, *accumulate(shard.tokens for shard in shards)]
-        self._tokens = [_mapped(folder / f"{shard.name}.tokens", np.dtype(index.dtype), shard.tokens) for shard in shards]
-        self._starts = [_mapped(folder / f"{shard.name}.documents", STARTS, shard.documents) for shard in shards]
+        self._tokens = [mapped(folder / f"{shard.name}.tokens", index.dtype, shard.tokens) for shard in shards]
+        self._starts = [mapped(folder / f"{shard.name}.documents", STARTS, shard.documents) for shard in shards]
 
     @property
     def identity(self) -> dict[str, str | int]:
@@ -71,6 +72,7 @@ class TokenShards:
         bounds: list[np.ndarray] = []
         for n, start in enumerate((windows * self.length).tolist()):
             self._fill(rows[n], start, bounds if self.documents == "separate" else None, n * self.length)
+        refuse_outside(self.folder, rows, self.vocab_size)
         if self.documents == "concatenate":
             input_ids = torch.from_numpy(rows)
             return Batch(input_ids, input_ids, None)
@@ -104,8 +106,3 @@ class TokenShards:
                 first, last = np.searchsorted(starts, [at + (filled == 0), at + len(piece)])
                 bounds.append(starts[first:last] - at + filled + offset)
             filled, shard = filled + len(piece), shard + 1
-
-
-def _mapped(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
-    """A file's numbers, read as they are looked at."""
-    return np.memmap(path, dtype, "r", shape=(count,)).view(np.ndarray) if count else np.empty(0, dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import gzip
+import hashlib
 import io
 import json
 import lzma
@@ -11,8 +12,8 @@ import re
 import shutil
 import tempfile
 import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
@@ -62,6 +63,14 @@ class Input(Protocol):
         """Its texts, from the beginning or from after the one that `state` came with."""
         ...
 
+    def content(self) -> dict[str, Any] | None:
+        """What was read so far, as {"bytes": how many, "blake2b": their hash}, where that can be read again."""
+        ...
+
+    def holds(self, content: dict[str, Any], read: Callable[[int], None]) -> bool:
+        """Whether it still begins with what `content` was taken of; `read` hears of every part's bytes."""
+        ...
+
 
 @dataclass(frozen=True)
 class Options:
@@ -73,6 +82,43 @@ class Options:
     """The line between two documents of a .txt."""
 
 
+class Content:
+    """The bytes of a file from its beginning on, as many as were read."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.bytes, self.hash = 0, hashlib.blake2b(digest_size=32)
+
+    def add(self, part: bytes | memoryview) -> None:
+        self.bytes += len(part)
+        self.hash.update(part)
+
+    def take(self, file: BinaryIO, most: int, read: Callable[[int], None] = lambda count: None) -> None:
+        while self.bytes < most and (part := file.read(min(2**20, most - self.bytes))):
+            self.add(part)
+            read(len(part))
+
+    def describe(self) -> dict[str, Any]:
+        return {"bytes": self.bytes, "blake2b": self.hash.hexdigest()}
+
+
+class HashedFile(io.RawIOBase):
+    """A file whose content is hashed as it is read."""
+
+    def __init__(self, raw: BinaryIO, content: Content) -> None:
+        self.raw, self.content = raw, content
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = self.raw.readinto(buffer)  # type: ignore[attr-defined]
+        self.content.add(memoryview(buffer)[:count])
+        return count
+
+
 @dataclass(frozen=True)
 class FileInput:
     """A .txt, .jsonl or .parquet, plain or compressed."""
@@ -80,6 +126,7 @@ class FileInput:
     path: Path
     name: str
     options: Options
+    read_so_far: Content = field(default_factory=lambda: Content(), compare=False)
 
     @property
     def where(self) -> str:
@@ -93,8 +140,18 @@ class FileInput:
     def size(self) -> int:
         return self.path.stat().st_size
 
+    def content(self) -> dict[str, Any]:
+        return self.read_so_far.describe()
+
+    def holds(self, content: dict[str, Any], read: Callable[[int], None]) -> bool:
+        found = Content()
+        with _opened(self.path) as file:
+            found.take(file, content["bytes"], read)
+        return found.describe() == content
+
     def read(self, state: Any = None) -> Iterator[Text]:
         taken = 0
+        self.read_so_far.clear()
         texts = {".txt": self._paragraphs, ".jsonl": self._json_lines, ".parquet": self._rows}[_kind(self.path)]
         for text, starts, position in texts():
             if text.strip():
@@ -106,7 +163,7 @@ class FileInput:
         """Lines gathered up to a separator or the end of the file, or after HELD characters up to the end of a line."""
         held: list[str] = []
         size, starts, fresh = 0, True, True
-        for _, line, position in _lines(self.path, HELD):
+        for _, line, position in self._lines(HELD):
             if not line or (fresh and line.rstrip("\r\n") == self.options.separator):
                 text = "".join(held).rstrip("\n")
                 yield text.lstrip("\n") if starts else text, starts, position
@@ -122,8 +179,24 @@ class FileInput:
                 yield text[:cut], starts, position
                 held, size, starts = [text[cut:]], len(text) - cut, starts and not text[:cut].strip()
 
+    def _lines(self, longest: int = -1) -> Iterator[tuple[int, str, int]]:
+        """(number, line, bytes of the file read so far); a line over `longest` bytes comes in pieces."""
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        number, line = 1, b"start"
+        with _opened(self.path) as raw:
+            file = io.BufferedReader(_unpacked(self.path, HashedFile(raw, self.read_so_far)), 2**20)
+            while line:
+                with _translated(self.path, f"line {number}: cannot be read"):
+                    line = file.readline(longest)
+                try:
+                    text = decoder.decode(line, final=not line)
+                except UnicodeDecodeError as error:
+                    raise ValueError(f"{self.path}:{number}: not UTF-8: byte 0x{error.object[error.start]:02x}: {error.reason}") from error
+                yield number, text, self.read_so_far.bytes
+                number += line.endswith(b"\n")
+
     def _json_lines(self) -> Iterator[tuple[str, bool, int]]:
-        for number, line, position in _lines(self.path):
+        for number, line, position in self._lines():
             if not line.strip():
                 continue
             try:
@@ -139,6 +212,8 @@ class FileInput:
     def _rows(self) -> Iterator[tuple[str, bool, int]]:
         with tempfile.TemporaryFile() as unpacked:
             source: Any = self.path
+            with _opened(self.path) as file:  # a table is read in no order
+                self.read_so_far.take(file, self.size)
             if self.path.suffix in PACKED:  # a table is read from its end
                 with _translated(self.path, "cannot be decompressed"), self.path.open("rb") as raw:
                     shutil.copyfileobj(_unpacked(self.path, raw), unpacked)
@@ -154,7 +229,9 @@ class FileInput:
                     batch = next(batches, None)
                 if batch is None:
                     return
-                for text in batch.column(0).to_pylist():
+                with _translated(self.path, f"not UTF-8 after row {row}"):
+                    texts = batch.column(0).to_pylist()
+                for text in texts:
                     row += 1
                     yield _checked(text, f"{self.path}: row {row}"), True, size * row // rows
 
@@ -175,6 +252,12 @@ class HubInput:
     @property
     def identity(self) -> dict[str, Any]:
         return {"name": self.where}
+
+    def content(self) -> None:
+        return None
+
+    def holds(self, content: dict[str, Any], read: Callable[[int], None]) -> bool:
+        return True
 
     def read(self, state: Any = None) -> Iterator[Text]:
         import datasets
@@ -250,7 +333,7 @@ class _translated:
             raise ValueError(f"{self.where}: {self.what}: {str(error).splitlines()[0] if str(error) else kind}") from error
 
 
-def _unpacked(path: Path, raw: BinaryIO) -> Any:
+def _unpacked(path: Path, raw: Any) -> Any:
     if path.suffix == ".gz":
         return gzip.GzipFile(fileobj=raw)
     if path.suffix == ".xz":
@@ -262,20 +345,3 @@ def _unpacked(path: Path, raw: BinaryIO) -> Any:
 def _opened(path: Path) -> BinaryIO:
     with _translated(path, "cannot be opened"):
         return path.open("rb")
-
-
-def _lines(path: Path, longest: int = -1) -> Iterator[tuple[int, str, int]]:
-    """(number, line, bytes of the file read so far); a line over `longest` bytes comes in pieces."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    number, line = 1, b"start"
-    with _opened(path) as raw:
-        file = io.BufferedReader(_unpacked(path, raw), 2**20)
-        while line:
-            with _translated(path, f"line {number}: cannot be read"):
-                line = file.readline(longest)
-            try:
-                text = decoder.decode(line, final=not line)
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{path}:{number}: not UTF-8: byte 0x{error.object[error.start]:02x}: {error.reason}") from error
-            yield number, text, raw.tell()
-            number += line.endswith(b"\n")

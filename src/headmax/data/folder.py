@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,21 @@ from typing import Any
 import numpy as np
 
 from headmax import durable
+from headmax.data.documents import Input
 from headmax.data.encoder import SPLITS
 from headmax.data.shards import INDEX, PROGRESS, STARTS, Index, Shard
+from headmax.data.tokenizer import FILES
 
+logger = logging.getLogger("headmax")
+
+CONTENTS = "contents"
+"""In `Index.made_from`: how much of each input was read, and its hash; inputs to validate on come first."""
+REPORTED = 2**26
+"""Bytes between two reports of comparing inputs."""
+DATA = durable.Owner(
+    "data of headmax data prepare",
+    lambda folder: any((folder / name).is_file() for name in (INDEX, PROGRESS, PROGRESS + durable.UNFINISHED)),
+)
 SHARD_FILE = re.compile(rf"({'|'.join(SPLITS)})-\d+\.(tokens|documents)(\.tmp)?")
 
 
@@ -63,8 +76,6 @@ class FolderWriter:
                 refuse_other(out, earlier, index)
                 earlier.check_sizes(out)
                 self.index = earlier
-        elif any(file.name != f"{PROGRESS}.tmp" for file in out.iterdir()):
-            raise ValueError(f"{out}: holds other files; choose a new or empty folder")
         complete = {name for name, _, _ in self.index.files()}
         with _writing(out):
             durable.write(out / PROGRESS, self.index.dump())
@@ -87,15 +98,22 @@ class FolderWriter:
         """Tokens of shards that are not complete."""
         return sum(writer.counts["tokens"] for writer in self.writers.values())
 
-    def commit(self, cursor: Any) -> None:
-        """Completes the shards begun; all inputs before `cursor` are in them or in earlier ones."""
+    def commit(self, cursor: Any, contents: Sequence[dict[str, Any] | None]) -> None:
+        """Completes the shards begun; all inputs before `cursor` are in them or in earlier ones, and `contents` says what was in those."""
         with _writing(self.out):
             made = {split: writer.finish() for split, writer in self.writers.items()}
             durable.sync_folder(self.out)
             self.writers.clear()
             splits = {split: (*shards, made[split]) if split in made else shards for split, shards in self.index.splits.items()}
-            self.index = replace(self.index, splits=splits, cursor=cursor)
+            self.index = replace(self.index, splits=splits, cursor=cursor, made_from=self.index.made_from | {CONTENTS: list(contents)})
             durable.write(self.out / PROGRESS, self.index.dump())
+
+    def discard(self) -> None:
+        """Leaves an empty folder, where nothing that was begun can ever be complete."""
+        self.close()
+        for file in self.out.iterdir():
+            if SHARD_FILE.fullmatch(file.name) or file.name in (PROGRESS, *FILES):
+                file.unlink()
 
     def close(self) -> None:
         """Leaves shards that are not complete; the next time they are begun anew."""
@@ -118,6 +136,25 @@ def refuse_other(out: Path, there: Index, wanted: Index) -> None:
     if other:
         changed = ", ".join(name.removesuffix("_sha256").replace("_", " ") for name in other)
         raise ValueError(f"{out}: made with another {changed}; give the same again, or choose another folder")
+
+
+def refuse_changed(out: Path, there: Index, inputs: Sequence[Input], report: Callable[[int, int], None]) -> None:
+    """Reads again what a folder was made from and raises where it is not the same; `report` hears of bytes read and to read."""
+    contents = there.made_from.get(CONTENTS)
+    if contents is None:
+        logger.warning("%s: made before inputs were hashed: only their names and sizes are compared", out)
+        return
+    done, total = 0, sum(content["bytes"] for content in contents if content)
+
+    def read(count: int) -> None:
+        nonlocal done
+        done += count
+        if done // REPORTED > (done - count) // REPORTED:
+            report(done, total)
+
+    for source, content in zip(inputs, contents, strict=False):
+        if content and not source.holds(content, read):
+            raise ValueError(f"{source.where}: not the text that {out} was made from; restore it, or choose another folder")
 
 
 @contextlib.contextmanager

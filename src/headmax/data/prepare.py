@@ -24,7 +24,7 @@ from headmax import durable
 from headmax.data import encoder
 from headmax.data.documents import HELD, Input, Options, find
 from headmax.data.encoder import SPLITS
-from headmax.data.folder import FolderWriter, refuse_other
+from headmax.data.folder import CONTENTS, DATA, FolderWriter, refuse_changed, refuse_other
 from headmax.data.shards import FORMAT, INDEX, PROGRESS, Index
 from headmax.data.tokenizer import FILES, load
 
@@ -84,6 +84,8 @@ class Block(NamedTuple):
     """Where the next block begins."""
     position: int
     """Bytes of all inputs read so far."""
+    contents: Sequence[dict[str, Any] | None]
+    """Of each input, as far as it was read."""
 
 
 class Done(NamedTuple):
@@ -139,8 +141,14 @@ class Encoders:
             yield block, future.result()
 
 
-def read_blocks(inputs: Sequence[tuple[Input, int]], cursor: Cursor, valid_fraction: float) -> Iterator[Block]:
-    """The texts of all inputs from `cursor` on. A document's split is its input's, or drawn by its text."""
+def read_blocks(
+    inputs: Sequence[tuple[Input, int]], cursor: Cursor, valid_fraction: float, contents: Sequence[dict[str, Any] | None]
+) -> Iterator[Block]:
+    """The texts of all inputs from `cursor` on. A document's split is its input's, or drawn by its text.
+
+    `contents` are those of the inputs before `cursor`.
+    """
+    read = [*contents[: cursor.number], *[None] * (cursor.number - len(contents))]
     texts: list[tuple[str, bool, int]] = []
     size, split = 0, cursor.split
     before = sum(source.size or 0 for source, _ in inputs[: cursor.number])
@@ -151,10 +159,11 @@ def read_blocks(inputs: Sequence[tuple[Input, int]], cursor: Cursor, valid_fract
             texts.append((text, starts, split))
             size += len(text)
             if size >= BLOCK:
-                yield Block(texts, Cursor(number, state, split), before + position)
+                yield Block(texts, Cursor(number, state, split), before + position, [*read, source.content()])
                 texts, size = [], 0
         before += source.size or 0
-    yield Block(texts, Cursor(len(inputs)), before)
+        read.append(source.content())
+    yield Block(texts, Cursor(len(inputs)), before, read)
 
 
 def _draw(text: str) -> float:
@@ -168,14 +177,23 @@ def prepare(config: PrepareConfig, out: Path, *, workers: int | None = None, rep
     elif workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}")
     inputs = [(source, split) for split, names in ((VALID, config.valid), (TRAIN, config.inputs)) for source in find(names, config.options)]
+    durable.claim(out, DATA)
     index, files = _begin(config, inputs)
+
+    def compare(there: Index) -> None:
+        known = sum(map(there.tokens, SPLITS)), sum(map(there.documents, SPLITS))
+        refuse_changed(out, there, [source for source, _ in inputs], lambda done, total: report(Done(done, total, *known, known[0])))
+
     with durable.sole_user(out):
         if (out / INDEX).exists():
             complete = Index.read(out)
             refuse_other(out, complete, index)
+            compare(complete)
             (out / PROGRESS).unlink(missing_ok=True)
             return complete
         with contextlib.closing(FolderWriter(out, index, files)) as folder:
+            if folder.index is not index:
+                compare(folder.index)
             return _write(config, inputs, folder, workers, report)
 
 
@@ -212,20 +230,31 @@ def _write(
     tokens = {split: index.tokens(split) for split in SPLITS}
     documents, earlier = sum(map(index.documents, SPLITS)), sum(tokens.values())
     cursor, most = Cursor(*(index.cursor or ())), config.max_tokens or math.inf
+    contents: Sequence[dict[str, Any] | None] = index.made_from.get(CONTENTS, [])
     with contextlib.closing(Encoders(workers, folder.out / FILES[0], index.document_token, folder.dtype)) as encoders:
-        blocks = read_blocks(inputs, cursor, config.valid_fraction) if tokens["train"] < most else iter(())
+        blocks = read_blocks(inputs, cursor, config.valid_fraction, contents) if tokens["train"] < most else iter(())
         for block, encoded in encoders.results(blocks, ahead=2 * workers):
-            cursor = block.cursor
+            cursor, contents = block.cursor, block.contents
             for split, (ids, starts) in zip(SPLITS, encoded, strict=True):
                 folder.add(split, ids, starts)
                 tokens[split] += len(ids)
                 documents += len(starts)
             report(Done(block.position, total, sum(tokens.values()), documents, earlier))
             if folder.pending >= config.shard_tokens:
-                folder.commit(cursor)
+                folder.commit(cursor, contents)
             if tokens["train"] >= most:
                 break
-    if not tokens["train"] or not (tokens["valid"] or not (config.valid or config.valid_fraction)):
-        raise ValueError(f"no documents to {'validate' if tokens['train'] else 'train'} on in {' '.join(config.inputs + config.valid)}")
-    folder.commit(cursor)
+    if not tokens["train"] or (not tokens["valid"] and (config.valid or config.valid_fraction)):
+        folder.discard()
+        raise ValueError(_nothing(config, "train" if not tokens["train"] else "validate", documents))
+    folder.commit(cursor, contents)
     return folder.finish()
+
+
+def _nothing(config: PrepareConfig, to: str, documents: int) -> str:
+    """Why there are no documents to train or to validate on, and what to do."""
+    said = f"no documents to {to} on in {' '.join(config.inputs + config.valid)}"
+    if not config.valid_fraction:
+        return f"{said}: no text there; give other inputs"
+    way = "larger" if to == "validate" else "smaller"
+    return f"{said}: valid_fraction {config.valid_fraction:g} of {documents} leaves none; give a {way} one, or inputs with valid"

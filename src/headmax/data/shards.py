@@ -11,10 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from headmax import durable
+from headmax.data.encoder import SPLITS
+
 FORMAT = 1
 """Of the folder, and of how text becomes tokens: a folder of another one is neither read nor gone on with."""
 INDEX, PROGRESS = "index.json", "progress.json"
 STARTS = np.dtype("<i8")
+DTYPES = ("uint16", "uint32")
 
 
 @dataclass(frozen=True)
@@ -62,14 +66,34 @@ class Index:
     @classmethod
     def parse(cls, path: Path) -> Index:
         """As the file says, whatever else is in the folder."""
+        fields = durable.read_json(path, "an index of prepared data")
         try:
-            fields = json.loads(path.read_bytes())
             if fields["format"] != FORMAT:
                 raise ValueError(f"{path.parent}: prepared in format {fields['format']}, this headmax reads {FORMAT}; prepare it again")
             fields["splits"] = {split: tuple(Shard(**shard) for shard in shards) for split, shards in fields["splits"].items()}
-            return cls(**fields)
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            index = cls(**fields)
+        except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path}: not an index of prepared data: {error!r}") from error
+        index.check(path)
+        return index
+
+    def check(self, path: Path) -> None:
+        """Raises where a field cannot be what `headmax data prepare` writes; `path` is where it was read."""
+        right = {
+            "dtype": self.dtype in DTYPES,
+            "vocab_size": type(self.vocab_size) is int and 0 < self.vocab_size <= 2**32,
+            "document_token": type(self.document_token) is int and self.document_token >= 0,
+            "tokenizer_sha256": isinstance(self.tokenizer_sha256, str),
+            "made_from": isinstance(self.made_from, dict),
+            "splits": set(self.splits) == set(SPLITS),
+        }
+        for name, fits in right.items():
+            if not fits:
+                raise ValueError(f"{path}: not an index of prepared data: {name} is {getattr(self, name)!r}")
+        for shard in (shard for shards in self.splits.values() for shard in shards):
+            durable.file_name(shard.name, path)
+            if not all(type(number) is int and number >= 0 for number in (shard.tokens, shard.documents)):
+                raise ValueError(f"{path}: not an index of prepared data: {shard}")
 
     def dump(self) -> bytes:
         return json.dumps(asdict(self), indent=1).encode()
@@ -83,7 +107,7 @@ class Index:
 
     def check_sizes(self, folder: Path) -> None:
         for file, size, _ in self.files():
-            there = (folder / file).stat().st_size if (folder / file).exists() else None
+            there = (folder / file).stat().st_size if (folder / file).is_file() else None
             if there != size:
                 raise ValueError(f"{folder / file}: {'missing' if there is None else f'{there} bytes'}, the index says {size} bytes")
 
@@ -98,7 +122,27 @@ def verify(folder: Path) -> Index:
     """The index of a folder all of whose files have the checksums it states."""
     index = Index.read(folder)
     for name, checksum in [("tokenizer.json", index.tokenizer_sha256), *((name, checksum) for name, _, checksum in index.files())]:
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder / name}: no such file; prepare the folder again")
         with (folder / name).open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != checksum:
                 raise ValueError(f"{folder / name}: changed since it was prepared (its checksum differs); prepare the folder again")
+    for shard in (shard for shards in index.splits.values() for shard in shards):
+        refuse_outside(
+            folder / f"{shard.name}.tokens", mapped(folder / f"{shard.name}.tokens", index.dtype, shard.tokens), index.vocab_size
+        )
+        starts = mapped(folder / f"{shard.name}.documents", STARTS, shard.documents)
+        if len(starts) and (starts[0] < 0 or starts[-1] >= shard.tokens or (np.diff(starts) <= 0).any()):
+            raise ValueError(f"{folder / f'{shard.name}.documents'}: not places in {shard.tokens} tokens, one after the other")
     return index
+
+
+def mapped(path: Path, dtype: np.dtype | str, count: int) -> np.ndarray:
+    """A file's numbers, read as they are looked at."""
+    return np.memmap(path, dtype, "r", shape=(count,)).view(np.ndarray) if count else np.empty(0, dtype)
+
+
+def refuse_outside(where: Path, tokens: np.ndarray, vocab_size: int) -> None:
+    """Raises where a token is not in the vocabulary."""
+    if tokens.size and (largest := int(tokens.max())) >= vocab_size:
+        raise ValueError(f"{where}: token {largest} is outside the vocabulary of {vocab_size}; prepare the folder again")

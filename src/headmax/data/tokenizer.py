@@ -10,6 +10,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
+from headmax import durable
+
 FILES = ("tokenizer.json", "tokenizer_config.json")
 """What makes a folder one that `AutoTokenizer.from_pretrained` loads."""
 SPACE = "▁"
@@ -30,9 +32,8 @@ class Loaded:
 
     def save(self, folder: Path) -> None:
         """Writes a folder that `AutoTokenizer.from_pretrained` loads."""
-        folder.mkdir(parents=True, exist_ok=True)
         for name, content in self.files().items():
-            (folder / name).write_bytes(content)
+            durable.write(folder / name, content)
 
     @property
     def vocab_size(self) -> int:
@@ -66,7 +67,7 @@ def load(name: str) -> Loaded:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     beside = path.with_name(FILES[1])
-    return Loaded(tokenizer, json.loads(beside.read_text()) if beside.exists() else {"tokenizer_class": "PreTrainedTokenizerFast"})
+    return Loaded(tokenizer, durable.read_json(beside) if beside.exists() else {"tokenizer_class": "PreTrainedTokenizerFast"})
 
 
 def encode_text(tokenizer: Any, text: str, *, start: bool = True, offsets: bool = False) -> Any:

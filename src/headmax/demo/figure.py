@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headmax.analysis import report
+from headmax.analysis import report, style
 from headmax.analysis.gates import trace
 from headmax.analysis.style import pyplot
 from headmax.data.mqar import MQAR
@@ -26,7 +26,7 @@ def draw(runs: dict[str, Run], task: MQAR, seed: int, path: Path) -> None:
     curve.axhline(task.chance, color="black", linestyle=":", linewidth=1, label=f"chance ({task.chance:.3f})")
     curve.set(title=f"Associative recall of {task.num_pairs} pairs, seed {seed}", xlabel="training step", ylabel="accuracy", ylim=(0, 1.02))
     curve.legend()
-    figure.savefig(path, dpi=130)
+    style.draw(figure, path)
     plt.close(figure)
 
 

@@ -13,14 +13,20 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from headmax import HeadGateConfig, HeadmaxForCausalLM, records
+from headmax import HeadGateConfig, HeadmaxForCausalLM, durable, records
 from headmax.data.mqar import MQAR
 from headmax.recipes.recall import recall_model, recall_training
 from headmax.train.metrics import Line
-from headmax.train.trainer import fit
+from headmax.train.trainer import fit, is_run
 
 VARIANTS = {"plain": None, "uniform": HeadGateConfig(kind="uniform"), "softmax": HeadGateConfig()}
 """No gates; gates frozen at their mean, the control; gates that compete."""
+DEMO = durable.Owner(
+    "an earlier demo",
+    lambda folder: (
+        any((folder / name).is_dir() for name in VARIANTS) and all(is_run(folder / name) for name in VARIANTS if (folder / name).exists())
+    ),
+)
 RECORDS = records.RESULTS / "demo.jsonl"
 
 
@@ -41,6 +47,9 @@ def run(*, seed: int, heads: int, pairs: int, key: int, steps: int, out: Path, r
     require_matplotlib()
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
+    durable.claim(out, DEMO)
+    if record is not None:
+        records.check(record)
     torch.set_num_threads(min(2, torch.get_num_threads()))
     console = Console()
     task = MQAR(num_pairs=pairs, vocab_size=64)
@@ -75,7 +84,6 @@ def run(*, seed: int, heads: int, pairs: int, key: int, steps: int, out: Path, r
         for variant, r in runs.items()
         for metric, value, unit in (("accuracy", r.accuracy[-1], "fraction"), ("mean accuracy over training", mean(r.accuracy), "fraction"))
     ]
-    out.mkdir(parents=True, exist_ok=True)
     (out / "records.jsonl").unlink(missing_ok=True)
     records.append(out / "records.jsonl", made)
     if record is not None:

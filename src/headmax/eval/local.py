@@ -28,7 +28,7 @@ def find(folder: Path, *names: str) -> Path:
 def read_text(path: Path) -> str:
     try:
         return (lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()).decode()
-    except (lzma.LZMAError, UnicodeDecodeError) as error:
+    except (lzma.LZMAError, UnicodeDecodeError, OSError) as error:
         raise ValueError(f"{path}: cannot be read: {error}") from error
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from headmax import durable
 
 Kind = Literal["loglikelihood", "generate", "recall"]
 
@@ -44,13 +45,10 @@ class Request:
 
 def write(path: Path, tasks: Mapping[str, Sequence[Request]]) -> None:
     """All requests of all tasks, one JSON line each; the file is there when it is whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    with part.open("w") as file:
+    with durable.replacing(path) as file:
         for task, requests in tasks.items():
             for request in requests:
-                file.write(json.dumps({"task": task, "id": request.id} | asdict(request)) + "\n")
-    os.replace(part, path)
+                file.write((json.dumps({"task": task, "id": request.id} | asdict(request)) + "\n").encode())
 
 
 def read(path: Path) -> dict[str, list[Request]]:

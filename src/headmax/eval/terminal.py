@@ -19,6 +19,8 @@ from headmax.eval.score import REQUESTS, SCORES, find_tokenizer, score_folder
 from headmax.eval.scores import ScoreFile
 from headmax.train.loading import load_config
 
+RECORDS = "records.jsonl"
+WORK = durable.Owner("an earlier evaluation", lambda folder: any((folder / name).is_file() for name in (REQUESTS, SCORES, RECORDS)))
 Stage = Literal["all", "requests", "score", "metrics"]
 
 
@@ -69,7 +71,7 @@ def make_metrics(evaluation: Evaluation, tasks: Sequence[str], place: Place, out
         found = evaluation.metrics([task for task in open_tasks if task in asked], file.scores, status.update)
     name = place.name or model_name(evaluation.config, Path(place.checkpoint).resolve().name)
     made = evaluation.records(found, asked, file.source, name)
-    records.append(out or place.work / "records.jsonl", made)
+    records.append(out or place.work / RECORDS, made)
     table = Table("task", "metric", "value", "± standard error", "n", title=name, title_justify="left", box=None)
     for record in made:
         error = record.extra["stderr"]
@@ -89,6 +91,8 @@ def run(
     batch_tokens: int | None,
 ) -> list[str]:
     """Runs a stage or all of them; one line for each task that could not be done."""
+    durable.claim(place.work, WORK)
+    records.check(out or place.work / RECORDS)
     config = load_config(place.checkpoint)
     wanted, failures = names.expand(tasks, config.vocab_size)
     evaluation = Evaluation(config, find_tokenizer(place.tokenizer), settings, failures)

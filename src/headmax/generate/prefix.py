@@ -9,9 +9,10 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
+from headmax import durable
 from headmax.layers.mixers.attention import AttentionState
 from headmax.layers.mixers.base import RecurrentState
 from headmax.models import HeadmaxCache, HeadmaxForCausalLM
@@ -32,6 +33,19 @@ def fingerprint(model: HeadmaxForCausalLM) -> str:
         sums += [bits.sum(), (bits * torch.arange(1, len(bits) + 1, device=bits.device)).sum()]
     digest.update(str(torch.stack(sums).tolist()).encode())
     return digest.hexdigest()[:32]
+
+
+def check_place(path: Path) -> None:
+    """Raises where a prefix cannot be saved: in a folder's place, or in that of a file that is none."""
+    durable.refuse_inputs(path)
+    if path.exists() and path.stat().st_size:
+        try:
+            with safe_open(path, framework="pt") as file:
+                kind = (file.metadata() or {}).get("format")
+        except (SafetensorError, OSError):
+            kind = None
+        if kind != FORMAT:
+            raise ValueError(f"{path}: there already, and no prefix; choose another file to write")
 
 
 @dataclass(frozen=True)
@@ -93,9 +107,10 @@ class PrefixState:
             raise ValueError(f"logits must be {vocabulary} of {other.logits.dtype}, got {list(self.logits.shape)} of {self.logits.dtype}")
 
     def save(self, path: Path | str) -> None:
-        """One safetensors file; `load` checks it against the model."""
+        """One safetensors file; `load` checks it against the model. Only an earlier prefix is written over."""
         if not bool(self.logits.isfinite().all()):
             raise ValueError("prefix is of no use: the model's logits after it are not finite, its weights hold NaN or infinity")
+        check_place(Path(path))
         tensors = {"tokens": self.tokens, "logits": self.logits}
         for n, state in enumerate(self.states):
             if isinstance(state, AttentionState):
@@ -103,7 +118,7 @@ class PrefixState:
             else:
                 tensors |= {f"{n}.recurrent": state.recurrent} | {f"{n}.conv.{i}": x for i, x in enumerate(state.conv)}
         metadata = {"format": FORMAT, "model": self.model, "layers": str(len(self.states))}
-        save_file({name: x.detach().cpu().contiguous() for name, x in tensors.items()}, path, metadata=metadata)
+        durable.write(Path(path), save({name: x.detach().cpu().contiguous() for name, x in tensors.items()}, metadata=metadata))
 
     @classmethod
     def load(cls, path: Path | str, model: str, device: torch.device | str = "cpu") -> PrefixState:

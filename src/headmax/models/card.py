@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from headmax import durable
 from headmax.layers import HeadGateConfig
 from headmax.models.modeling import HeadmaxForCausalLM
 
@@ -50,4 +51,4 @@ def write_card(model: HeadmaxForCausalLM, folder: Path | str) -> None:
     path = Path(folder) / "README.md"
     if path.exists():
         raise FileExistsError(f"{path} is there already")
-    path.write_text(card(model))
+    durable.write(path, card(model))

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from headmax import durable
 from headmax.layers.mlp import swiglu_width
 from headmax.models.configuration import HeadmaxConfig
 from headmax.models.modeling import HeadmaxForCausalLM
-from headmax.models.weights import check_shapes, read_json, read_weights
+from headmax.models.weights import check_shapes, read_weights
 from headmax.ops.registry import suggest
 
 MIXER_OF = {"gla": "gla", "retnet": "retnet", "gated_deltanet": "gated_deltanet", "transformer": "attention"}
@@ -193,21 +194,19 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """config.json and all weights of a Hugging Face folder, in one or several safetensors files."""
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{folder}: no config.json there; give the folder that save_pretrained wrote")
-    return read_json(folder / "config.json"), read_weights(folder)
+    return durable.read_json(folder / "config.json"), read_weights(folder)
 
 
 def write_folder(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor], source: Path) -> None:
     """Writes what `read_folder` reads, and copies the tokenizer; nothing is written over."""
     from huggingface_hub import save_torch_state_dict
 
-    if folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"{folder} is not empty: give a new folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    save_torch_state_dict({name: x.contiguous() for name, x in weights.items()}, folder, metadata={"format": "pt"})
-    for pattern in COPIED:
-        for file in source.glob(pattern):
-            shutil.copy2(file, folder)
-    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    with durable.new_folder(folder) as unfinished:
+        save_torch_state_dict({name: x.contiguous() for name, x in weights.items()}, unfinished, metadata={"format": "pt"})
+        for pattern in COPIED:
+            for file in filter(Path.is_file, source.glob(pattern)):
+                shutil.copy2(file, unfinished)
+        (unfinished / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def dtype_of(config: Mapping[str, Any]) -> str | None:
@@ -218,6 +217,7 @@ def dtype_of(config: Mapping[str, Any]) -> str | None:
 def from_fla(source: Path | str, out: Path | str) -> None:
     """An FLA checkpoint folder becomes a headmax folder, which `AutoModelForCausalLM.from_pretrained` loads."""
     folder = Path(source)
+    durable.claim(Path(out))
     config, weights = read_folder(folder)
     ours = config_from_fla(config)
     made = ours.to_dict() | {"architectures": ["HeadmaxForCausalLM"], "dtype": dtype_of(config)}
@@ -227,6 +227,7 @@ def from_fla(source: Path | str, out: Path | str) -> None:
 def to_fla(source: Path | str, out: Path | str) -> None:
     """A headmax folder becomes one that flash-linear-attention loads."""
     folder = Path(source)
+    durable.claim(Path(out))
     config, weights = read_folder(folder)
     if config.get("model_type") != HeadmaxConfig.model_type:
         raise ValueError(f"{folder}: model_type is {config.get('model_type')!r}, not a headmax model")

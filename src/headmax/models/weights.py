@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from headmax import durable
 from headmax.models.configuration import HeadmaxConfig
 from headmax.models.modeling import HeadmaxForCausalLM
 
@@ -25,24 +25,13 @@ SHOWN = 20
 Shape = tuple[int, ...]
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file."""
-    try:
-        content = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: holds a {type(content).__name__}, not a JSON object")
-    return content
-
-
 def files(folder: Path) -> list[Path]:
     """The safetensors files of a folder's model: one, or those that its index lists."""
     if (folder / WHOLE).is_file():
         return [folder / WHOLE]
     if not (folder / INDEX).is_file():
         raise FileNotFoundError(f"{folder}: no {WHOLE} there, nor {INDEX}; save the model with save_pretrained")
-    listed = read_json(folder / INDEX).get("weight_map")
+    listed = durable.read_json(folder / INDEX).get("weight_map")
     if not isinstance(listed, dict) or not all(isinstance(name, str) and Path(name).name == name for name in listed.values()):
         raise ValueError(f"{folder / INDEX}: its weight_map must name files of the same folder")
     if absent := [name for name in sorted(set(listed.values())) if not (folder / name).is_file()]:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from headmax import durable
 from headmax.data.niah import ANSWER_TOKENS, Needles, Sample
 from headmax.data.source import Batch
 from headmax.layers.loss import IGNORED
@@ -56,7 +57,8 @@ def write(path: Path, number: int, length: int, haystack: Sequence[str], tokeniz
             tokens[row, end : end + len(whole)] = whole
             answers[row, end + len(prompt) : end + len(whole)] = True
             end += len(whole)
-    np.savez_compressed(path, tokens=tokens, answers=answers)
+    with durable.replacing(path) as file:
+        np.savez_compressed(file, tokens=tokens, answers=answers)
 
 
 def prompts(task: int, most: int, haystack: Sequence[str], tokenizer: Any) -> Iterator[Sample]:

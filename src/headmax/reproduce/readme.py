@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from headmax import records
+from headmax import durable, records
 from headmax.analysis.figures import TITLES
 from headmax.demo.recall import VARIANTS, mean, seed_scores
 from headmax.reproduce.recommend import all_evidence, verdict
@@ -300,4 +300,4 @@ def render(text: str) -> str:
 
 def update(paths: Iterable[Path]) -> None:
     for path in paths:
-        path.write_text(render(path.read_text()))
+        durable.write(path, render(durable.read_text(path)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -11,6 +10,7 @@ from itertools import chain
 from pathlib import Path
 from statistics import mean
 
+from headmax import durable
 from headmax.analysis import figures
 from headmax.eval import tables
 from headmax.eval.tables import PAPER
@@ -396,10 +396,9 @@ def render(results: Results) -> str:
 def write(page: Path, folder: Path) -> None:
     """The page and its pictures, from the records in a folder."""
     results, images = Results(folder), page.parent / IMAGES
-    page.write_text(render(results))
-    images.mkdir(parents=True, exist_ok=True)
+    durable.write(page, render(results))
     with tempfile.TemporaryDirectory() as drawn:
         for name in chain(*FIGURES.values()):
             figures.draw(name, Path(drawn), results.records)
         for path in Path(drawn).glob("*.svg"):
-            shutil.copy(path, images)
+            durable.write(images / path.name, path.read_bytes())

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headmax import durable
 from headmax.analysis.gates import Gate, trace
 from headmax.analysis.wins import Tokens, information
 from headmax.data.dataset import TokenShards
@@ -154,9 +155,7 @@ def write_scores(path: Path, scores: Scores, asked: Mapping[str, Sequence[Reques
     header = {"run": asdict(scores.run), "tuned": scores.tuned, "source": asdict(scores.source)}
     lines = [header]
     lines += [{"task": t, "requests": digest(wanted), "scores": [_row(scores.by_id[r.id]) for r in wanted]} for t, wanted in asked.items()]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab", buffering=0) as file:
-        file.write(gzip.compress("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines).encode()))
+    durable.append(path, gzip.compress("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines).encode()))
 
 
 def read_scores(path: Path, asked: Mapping[str, Sequence[Request]]) -> Iterator[Scores]:

@@ -152,7 +152,7 @@ def shapes(folder: Path, part: str) -> dict[str, tuple[int, ...]]:
 
 def progress_of(folder: Path) -> dict[str, Any]:
     """Where the run stood, and its settings."""
-    return json.loads((folder / PROGRESS).read_text())
+    return durable.read_json(folder / PROGRESS)
 
 
 def fingerprints(folder: Path) -> dict[str, dict[str, Any]]:
@@ -166,14 +166,16 @@ def fingerprints(folder: Path) -> dict[str, dict[str, Any]]:
 def problem(folder: Path) -> str | None:
     """What is wrong with a checkpoint, or None."""
     try:
-        expected = json.loads((folder / MANIFEST).read_text())["files"]
+        expected = durable.read_json(folder / MANIFEST)["files"]
+        if PROGRESS not in expected:
+            return f"{MANIFEST} does not name {PROGRESS}"
         for name, file in expected.items():
-            if (size := (folder / name).stat().st_size) != file["size"]:
+            if (size := (folder / durable.file_name(name, MANIFEST)).stat().st_size) != file["size"]:
                 return f"{name} has {size} bytes, the manifest says {file['size']}"
         found = fingerprints(folder)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{type(error).__name__}: {error}"
-    return next((f"{name} does not match its checksum" for name, file in expected.items() if found[name] != file), None)
+    return next((f"{name} does not match its checksum" for name, file in expected.items() if found.get(name) != file), None)
 
 
 def reason(error: BaseException) -> str:

@@ -125,23 +125,11 @@ class TrainConfig:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
-        fields = flatten(asdict(self))
-        for name, value in fields.items():
-            numbers = value if isinstance(value, tuple | list) else [value]
-            if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
-                raise ValueError(f"{name} must be finite, got {value}")
-        for name in POSITIVE:
-            if fields[name] is not None and not fields[name] > 0:
-                raise ValueError(f"{name} must be positive, got {fields[name]}")
-        for name in NOT_NEGATIVE:
-            if not fields[name] >= 0:
-                raise ValueError(f"{name} must not be negative, got {fields[name]}")
+        check_numbers(flatten(asdict(self)))
         if self.sequence_length < 2:
             raise ValueError(f"sequence_length must be at least 2, a token to read and one to predict, got {self.sequence_length}")
         if not all(0 <= beta < 1 for beta in self.optim.betas):
             raise ValueError(f"optim.betas must be in [0, 1), got {self.optim.betas}")
-        if self.seed >= 2**63:
-            raise ValueError(f"seed must be below 2^63, got {self.seed}")
         if self.batch_tokens % self.sequence_length:
             raise ValueError(f"batch_tokens {self.batch_tokens} must be a multiple of sequence_length {self.sequence_length}")
         if self.compute.cuda_graph and self.against_graphs:
@@ -170,6 +158,8 @@ class TrainConfig:
         return whole if self.max_steps is None else min(whole, self.max_steps)
 
 
+LARGEST = 10**18
+"""Of any whole number: a signed one of 64 bits holds it, and sums of a few."""
 POSITIVE = (
     *("token_budget", "sequence_length", "batch_tokens", "max_steps", "max_skipped_steps", "optim.lr", "optim.eps", "optim.grad_clip"),
     *("compute.micro_batch", "checkpoint.keep_last", "eval.sequences", "log.print_every"),
@@ -183,6 +173,20 @@ MAY_CHANGE = {
     *("compute.micro_batch", "compute.compile", "compute.activation_checkpointing", "compute.cuda_graph"),
 }
 """What a resumed run may change: how long, where and how it computes and what it tells, not what is computed."""
+
+
+def check_numbers(fields: dict[str, Any]) -> None:
+    """ValueError names the first field that is not finite, too large, or of the wrong sign."""
+    for name, value in fields.items():
+        numbers = value if isinstance(value, tuple | list) else [value]
+        if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
+            raise ValueError(f"{name} must be finite, got {value}")
+        if isinstance(value, int) and value > LARGEST:
+            raise ValueError(f"{name} must be at most {LARGEST}, got {value}")
+        if name in POSITIVE and value is not None and not value > 0:
+            raise ValueError(f"{name} must be positive, got {value}")
+        if name in NOT_NEGATIVE and not value >= 0:
+            raise ValueError(f"{name} must not be negative, got {value}")
 
 
 def decisive(config: TrainConfig) -> dict[str, Any]:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
+from headmax import durable
 from headmax.models import HeadmaxConfig, HeadmaxForCausalLM
-from headmax.models.weights import check_shapes, read_json, read_shapes, read_weights
+from headmax.models.weights import check_shapes, read_shapes, read_weights
 from headmax.train import checkpoint
 
 logger = logging.getLogger("headmax")
@@ -43,7 +44,7 @@ def find_source(source: str | Path) -> Path:
 def is_run(source: str | Path) -> bool:
     """Whether this is the --out folder of `headmax train`."""
     path = Path(source) / CONFIG
-    return path.is_file() and set(read_json(path)) >= RUN_FIELDS
+    return path.is_file() and set(durable.read_json(path)) >= RUN_FIELDS
 
 
 def load_config(source: str | Path) -> HeadmaxConfig:
@@ -51,7 +52,7 @@ def load_config(source: str | Path) -> HeadmaxConfig:
     path = find_source(source) / CONFIG
     if not path.is_file():
         raise FileNotFoundError(f"{source}: no config.json there; give a folder that save_pretrained wrote, or a run of headmax train")
-    fields = read_json(path)
+    fields = durable.read_json(path)
     fields = fields["model"] if set(fields) >= RUN_FIELDS else fields
     if not isinstance(fields, dict):
         raise ValueError(f"{path}: its model must be a JSON object, got {fields!r}")
@@ -107,8 +108,9 @@ def _check(folder: Path, shapes: dict[str, tuple[int, ...]], config: HeadmaxConf
 
 
 def _generation(path: Path) -> GenerationConfig:
+    fields = durable.read_json(path)
     try:
-        return GenerationConfig.from_dict(read_json(path))
+        return GenerationConfig.from_dict(fields)
     except (TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
 

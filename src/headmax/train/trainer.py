@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -34,6 +33,9 @@ from headmax.train.parallel import Replica, World, graphed, join
 
 logger = logging.getLogger("headmax")
 
+CONFIG, CHECKPOINTS = "config.json", "checkpoints"
+"""In every run's folder."""
+
 
 def fit(
     model: HeadmaxConfig,
@@ -61,7 +63,7 @@ def fit(
         try:
             trainer = Trainer(model, config, source, validation, out, world, start or {}, show or (lambda line: None))
             if tokenizer is not None and world.main:
-                shutil.copy(tokenizer / "tokenizer.json", out)
+                durable.write(out / "tokenizer.json", (tokenizer / "tokenizer.json").read_bytes())
             try:
                 return trainer.run()
             finally:
@@ -72,6 +74,19 @@ def fit(
             raise NoMemory(config.compute, error) from error
 
 
+def is_run(folder: Path) -> bool:
+    """Whether a trainer wrote there: its config.json, or the checkpoints it makes room for before that."""
+    if not (folder / CONFIG).exists():
+        return (folder / CHECKPOINTS).is_dir()
+    try:
+        return {"model", "train", "data"} <= set(durable.read_json(folder / CONFIG))
+    except (ValueError, OSError):
+        return False
+
+
+RUN = durable.Owner("a run of headmax train", is_run)
+
+
 @contextlib.contextmanager
 def sole_run(out: Path, world: World) -> Iterator[None]:
     """Keeps a second run out of the folder: the first rank holds it, and all ranks hear where it is held already."""
@@ -79,6 +94,7 @@ def sole_run(out: Path, world: World) -> Iterator[None]:
     with contextlib.ExitStack() as held:
         if world.main:
             try:
+                durable.claim(out, RUN)
                 held.enter_context(durable.sole_user(out))
             except ValueError as error:
                 refused = str(error)
@@ -157,12 +173,12 @@ class Trainer:
         self.flops_per_token = 6 * sum(p.numel() for p in self.model.parameters())
         self.rate = matmul_rate(world.device) if world.main else None
         self.step, self.skipped, self.stop = 0, 0, False
-        self.checkpoints = Checkpoints(out / "checkpoints", config.checkpoint, world)
+        self.checkpoints = Checkpoints(out / CHECKPOINTS, config.checkpoint, world)
         self.resume()
         self.log = Log(out, config.log, self.step) if world.main else None
         if world.main:
             config_json = {"model": model.to_dict(), "train": asdict(config), "data": source.identity}
-            durable.write(out / "config.json", json.dumps(config_json, indent=2) + "\n")
+            durable.write(out / CONFIG, json.dumps(config_json, indent=2) + "\n")
 
     def run(self) -> HeadmaxForCausalLM:
         pending: Pending | None = None
