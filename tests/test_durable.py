@@ -18,6 +18,8 @@ from headmax.demo import recall as demo
 from headmax.eval.requests import Request
 from headmax.eval.requests import write as write_requests
 from headmax.eval.run import Settings
+from headmax.eval.terminal import Place
+from headmax.eval.terminal import run as evaluate
 from headmax.models.convert import from_fla, write_folder
 from headmax.train import TrainConfig, checkpoint
 from headmax.train.export import to_hf
@@ -64,6 +66,20 @@ def test_a_run_keeps_out_of_folders_that_are_no_runs(model: Path, run: Path, tmp
     train(tmp_path / "run", max_steps=3)
     (tmp_path / "run/config.json").unlink()  # as if it had been killed before its first line
     train(tmp_path / "run", max_steps=3)
+
+
+def test_evaluations_and_pictures_keep_out_of_folders_of_others(model: Path, tmp_path: Path) -> None:
+    before = contents(model)
+    with pytest.raises(ValueError, match="holds other files; choose a new or empty folder, or one with an earlier evaluation"):
+        evaluate(Place(model, model, model), "mqar", Settings(), "requests", None, None, None, None)
+    with pytest.raises(ValueError, match="holds other files; choose a new or empty folder, or one with pictures and records alone"):
+        save_figure(pyplot().figure(), model, "curves")
+    with pytest.raises(ValueError, match=r"no file of records"):
+        evaluate(Place(model, model, tmp_path / "work"), "mqar", Settings(), "requests", model / "config.json", None, None, None)
+    assert contents(model) == before
+    for _ in range(2):
+        evaluate(Place(model, model, tmp_path / "work"), "mqar_4", Settings(limit=1), "requests", None, None, None, None)
+    assert (tmp_path / "work/requests.jsonl").is_file()
 
 
 def test_a_demo_removes_no_folder_of_another(tmp_path: Path) -> None:
