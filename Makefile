@@ -6,22 +6,31 @@ PYTEST_FLAGS ?= -q
 BIN := .venv/bin
 CHECK_PYTHON := import sys; v = sys.version_info; v >= (3, 11) or sys.exit("headmax needs Python 3.11 or newer, $(PYTHON) is %d.%d" % v[:2] + "; name another: make PYTHON=python3.12")
 
-.PHONY: help setup demo test test-browser pictures lint types test-gpu wheel clean
+.PHONY: help setup environment demo test test-browser pictures lint types test-gpu wheel clean
+.NOTPARALLEL:
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: .venv/.stamp ## build .venv, again whenever pyproject.toml or constraints.txt change
 
-# setuptools first, so that nothing is built with a version that constraints.txt does not name.
 .venv/.stamp: pyproject.toml constraints.txt
+	@$(MAKE) --no-print-directory environment
+	@touch $@
+
+# Only what the demo needs, where there is no environment yet; the full one has all of it and stays as it is.
+.venv/.demo: pyproject.toml constraints.txt $(wildcard .venv/.stamp)
+	@test -e .venv/.stamp || $(MAKE) --no-print-directory environment EXTRAS=train,plot
+	@touch $@
+
+# setuptools first, so that nothing is built with a version that constraints.txt does not name.
+environment:
 	@$(PYTHON) -c '$(CHECK_PYTHON)'
 	$(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install -q -c constraints.txt setuptools
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[$(EXTRAS)]'
-	@touch $@
 
-demo: setup ## train plain, uniform and softmax heads on associative recall and draw the result in runs/demo
+demo: .venv/.demo ## train a small language model with plain, uniform and softmax heads on Python's own source, in runs/demo
 	$(BIN)/headmax demo
 
 test: lint types ## lint, types and every test that needs no GPU, no browser and no long wait
@@ -30,13 +39,13 @@ test: lint types ## lint, types and every test that needs no GPU, no browser and
 test-browser: setup ## open the report of headmax inspect in a headless Chromium
 	$(BIN)/python -m pytest -m browser $(PYTEST_FLAGS)
 
-pictures: setup runs/demo/report.html ## docs/images anew: the theory's experiments, and the demo's report in a headless Chromium
+pictures: setup runs/demo-recall/report.html ## docs/images anew: the theory's experiments, and the recall demo's report in a headless Chromium
 	$(BIN)/headmax reproduce theory
 	cp runs/theory/*.svg docs/images
-	$(BIN)/python -m tests.analysis.browser runs/demo/report.html docs/images/report.png
+	$(BIN)/python -m tests.analysis.browser runs/demo-recall/report.html docs/images/report.png
 
-runs/demo/report.html:
-	$(MAKE) demo
+runs/demo-recall/report.html:
+	$(BIN)/headmax demo recall
 
 lint: setup ## ruff: rules and format
 	$(BIN)/ruff check

@@ -154,7 +154,7 @@ def test_work_counted_by_hand() -> None:
 def test_auto_says_once_which_backend_it_took(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_announced", set())
     inputs = SPECS["gla"].inputs(Case(time=3, key=4, value=4))
-    with caplog.at_level("INFO", logger="headmax"):
+    with caplog.at_level("DEBUG", logger="headmax"):
         gla(**inputs)
         gla(**inputs)
     assert [record.getMessage() for record in caplog.records] == ["gla: backend 'chunkwise' on cpu"]

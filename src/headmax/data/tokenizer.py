@@ -1,14 +1,15 @@
-"""Tokenizers: Mistral's, out of the package mistral-common with no download, or any tokenizer.json."""
+"""Tokenizers: Mistral's, out of the package mistral-common with no download, any tokenizer.json, or one trained on the spot."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from headmax import durable
 
@@ -110,3 +111,24 @@ def mistral() -> Loaded:
         tokenizer,
         {"tokenizer_class": "PreTrainedTokenizerFast", **special, "clean_up_tokenization_spaces": False, "model_max_length": 10**30},
     )
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> Loaded:
+    """A byte-level BPE of `texts`, which spells any text and puts `<s>` before it."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=["<s>"], initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 0)])
+    special = {"bos_token": "<s>", "eos_token": "<s>"}
+    return Loaded(tokenizer, {"tokenizer_class": "PreTrainedTokenizerFast", **special, "clean_up_tokenization_spaces": False})
+
+
+def byte_lengths(tokenizer: Tokenizer) -> list[int]:
+    """How many bytes of text each token of a byte-level tokenizer stands for, by its number; special tokens stand for none."""
+    special = tokenizer.get_added_tokens_decoder()
+    names = {number: name for name, number in tokenizer.get_vocab().items()}
+    # Byte-level tokenizers write every byte as one character.
+    return [0 if number in special else len(names[number]) for number in range(len(names))]

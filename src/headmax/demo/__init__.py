@@ -1,1 +1,1 @@
-"""make demo: one tiny backbone trained three times on associative recall."""
+"""make demo: one small model trained three times, on Python's own source (code) or on associative recall (recall)."""

@@ -1,4 +1,4 @@
-"""The demo's pictures: accuracy over steps, and a report of who wins which token."""
+"""The demos' pictures: training and held-out figures, and reports of who wins which token."""
 
 from __future__ import annotations
 
@@ -6,15 +6,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headmax.analysis import report, style
-from headmax.analysis.gates import trace
+from headmax.analysis.gates import encode, trace
 from headmax.analysis.style import pyplot
 from headmax.data.mqar import MQAR
+from headmax.demo.corpus import Document
+from headmax.demo.variants import COLOURS
+from headmax.train.loading import load_tokenizer
 
 if TYPE_CHECKING:
     from headmax import HeadmaxForCausalLM
+    from headmax.demo.code import Result
     from headmax.demo.recall import Run
+    from headmax.demo.text import Text
 
-COLOURS = {"plain": "#7d7f86", "uniform": "#e69f00", "softmax": "#0072b2"}
+SMOOTH = 10
+"""Steps whose losses are averaged in the picture."""
+SHOWN = 600
+"""Tokens of a file in the report."""
 
 
 def draw(runs: dict[str, Run], task: MQAR, seed: int, path: Path) -> None:
@@ -36,3 +44,38 @@ def show_gates(model: HeadmaxForCausalLM, task: MQAR, seed: int, path: Path) -> 
     first_value = task.vocab_size // 2
     names = [f"=v{i - first_value}" if i >= first_value else f" k{i}" + "?" * (n >= pairs) for n, i in enumerate(ids.tolist())]
     report.write(path, [trace(model, ids, names, f"Associative recall with softmax gates, seed {seed}")])
+
+
+def draw_code(results: dict[str, Result], seed: int, path: Path) -> None:
+    """Training loss over steps, a running mean, and bits per byte of the held-out files."""
+    plt = pyplot()
+    figure, (curve, dots) = plt.subplots(1, 2, figsize=(9, 3.6), width_ratios=(2, 1))
+    for variant, result in results.items():
+        losses = [line["loss"] for line in result.lines]
+        means = [sum(losses[max(0, n - SMOOTH) : n]) / min(n, SMOOTH) for n in range(1, len(losses) + 1)]
+        curve.plot([line["step"] for line in result.lines], means, color=COLOURS[variant], label=variant)
+        dots.plot(result.bits, variant, "o", color=COLOURS[variant], markersize=9)
+        dots.annotate(f"{result.bits:.3f}", (result.bits, variant), xytext=(0, 9), textcoords="offset points", ha="center")
+    curve.set(title=f"Python's standard library, seed {seed}", xlabel="training step", ylabel=f"training loss, mean of {SMOOTH} steps")
+    curve.legend()
+    dots.set(title="Held-out files", xlabel="bits per byte (lower is better)", ylim=(len(results) - 0.5, -0.7))
+    dots.margins(x=0.25)
+    style.draw(figure, path)
+    plt.close(figure)
+
+
+def show_code(model: HeadmaxForCausalLM, text: Text, seed: int, path: Path) -> None:
+    """The report of a piece of held-out code."""
+    piece = held_out_code(text.corpus.valid)
+    ids, tokens = encode(load_tokenizer(text.folder), piece.text)
+    name = f"{piece.name}, held out, with softmax gates, seed {seed}"
+    report.write(path, [trace(model, ids[:SHOWN], tokens[:SHOWN], name)])
+
+
+def held_out_code(documents: tuple[Document, ...]) -> Document:
+    """The held-out file with most functions, from its first one on."""
+    marks = "def ", "class "
+    file = max(documents, key=lambda document: document.text.count("\ndef "))
+    lines = file.text.splitlines(keepends=True)
+    first = next((n for n, line in enumerate(lines) if line.startswith(marks)), 0)
+    return Document(file.name, "".join(lines[first:]))

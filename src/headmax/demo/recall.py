@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,21 +12,21 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from headmax import HeadGateConfig, HeadmaxForCausalLM, durable, records
+from headmax import HeadmaxForCausalLM, durable, records
 from headmax.data.mqar import MQAR
+from headmax.demo.variants import RECORDS, VARIANTS, mean, seed_scores
 from headmax.recipes.recall import recall_model, recall_training
+from headmax.train.loading import is_run
 from headmax.train.metrics import Line
-from headmax.train.trainer import fit, is_run
+from headmax.train.trainer import fit
 
-VARIANTS = {"plain": None, "uniform": HeadGateConfig(kind="uniform"), "softmax": HeadGateConfig()}
-"""No gates; gates frozen at their mean, the control; gates that compete."""
+METRIC = "mean accuracy over training"
 DEMO = durable.Owner(
     "an earlier demo",
     lambda folder: (
         any((folder / name).is_dir() for name in VARIANTS) and all(is_run(folder / name) for name in VARIANTS if (folder / name).exists())
     ),
 )
-RECORDS = records.RESULTS / "demo.jsonl"
 
 
 @dataclass
@@ -82,7 +81,7 @@ def run(*, seed: int, heads: int, pairs: int, key: int, steps: int, out: Path, r
     made = [
         make(f"{case} {variant}", "headmax", metric, value, unit, seed, variant=variant, pairs=pairs, heads=heads, key=key, steps=steps)
         for variant, r in runs.items()
-        for metric, value, unit in (("accuracy", r.accuracy[-1], "fraction"), ("mean accuracy over training", mean(r.accuracy), "fraction"))
+        for metric, value, unit in (("accuracy", r.accuracy[-1], "fraction"), (METRIC, mean(r.accuracy), "fraction"))
     ]
     (out / "records.jsonl").unlink(missing_ok=True)
     records.append(out / "records.jsonl", made)
@@ -102,10 +101,6 @@ def run(*, seed: int, heads: int, pairs: int, key: int, steps: int, out: Path, r
     console.print(f"Picture: {out / 'demo.png'}. Who wins each token: open {out / 'report.html'} in a browser.", soft_wrap=True)
 
 
-def mean(values: list[float]) -> float:
-    return sum(values) / len(values)
-
-
 def verdict(score: dict[str, float]) -> str:
     """Plain words on who learnt faster, by mean accuracy over training."""
     rivals = {name: value for name, value in score.items() if name != "softmax"}
@@ -117,18 +112,9 @@ def verdict(score: dict[str, float]) -> str:
     return f"Here the softmax gates did not win: {best} learnt faster, by {rivals[best] - score['softmax']:.3f}."
 
 
-def seed_scores(path: Path) -> dict[str, list[dict[str, float]]]:
-    """For each recorded setting, the mean accuracy over training of every variant, seed by seed."""
-    settings: dict[str, dict[int, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
-    for r in records.read(path):
-        if r.metric == "mean accuracy over training" and r.seed is not None:
-            settings[r.case.rsplit(" ", 1)[0]][r.seed][r.extra["variant"]] = r.value
-    return {case: [scores for scores in by_seed.values() if set(scores) == set(VARIANTS)] for case, by_seed in settings.items()}
-
-
 def earlier_seeds(path: Path) -> Iterator[str]:
     """One line per recorded setting: over how many seeds softmax was ahead of each rival, and the mean accuracies."""
-    for case, scores in seed_scores(path).items():
+    for case, scores in seed_scores(path, METRIC).items():
         ahead = " and ".join(f"of {rival} in {sum(s['softmax'] > s[rival] for s in scores)}" for rival in ("plain", "uniform"))
         means = ", ".join(f"{variant} {mean([s[variant] for s in scores]):.3f}" for variant in VARIANTS)
         yield f"Recorded, {case}: softmax ahead {ahead} of {len(scores)} seeds ({means})."

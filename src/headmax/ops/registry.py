@@ -102,7 +102,7 @@ def _choose(op: str, backend: str, device_type: str, unfit: str | None) -> str:
         backend = next(name for name, reason in obstacles(op, device_type, unfit).items() if reason is None)
         if device_type != "meta" and (op, backend, device_type) not in _announced:
             _announced.add((op, backend, device_type))
-            logger.info("%s: backend %r on %s", op, backend, device_type)
+            logger.debug("%s: backend %r on %s", op, backend, device_type)
             if device_type == "cuda" and (why := _unavailable(table.get("triton", len), device_type)) is not None:
                 logger.warning("%s: the faster backend 'triton' is passed over: %s", op, why)
     elif backend not in table:

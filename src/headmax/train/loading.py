@@ -18,7 +18,7 @@ from headmax.train import checkpoint
 
 logger = logging.getLogger("headmax")
 
-CONFIG, GENERATION = "config.json", "generation_config.json"
+CONFIG, GENERATION, CHECKPOINTS = "config.json", "generation_config.json", "checkpoints"
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*")
 HUB_FILES = [CONFIG, GENERATION, "*.safetensors", "*.safetensors.index.json", *TOKENIZER]
 """All that is fetched from the hub: no code and no pickles."""
@@ -42,9 +42,14 @@ def find_source(source: str | Path) -> Path:
 
 
 def is_run(source: str | Path) -> bool:
-    """Whether this is the --out folder of `headmax train`."""
+    """Whether `headmax train` wrote there: its config.json, or the checkpoints it makes room for before that."""
     path = Path(source) / CONFIG
-    return path.is_file() and set(durable.read_json(path)) >= RUN_FIELDS
+    if not path.exists():
+        return (path.parent / CHECKPOINTS).is_dir()
+    try:
+        return set(durable.read_json(path)) >= RUN_FIELDS
+    except (ValueError, OSError):
+        return False
 
 
 def load_config(source: str | Path) -> HeadmaxConfig:
@@ -89,7 +94,7 @@ def _weights_of_folder(folder: Path, config: HeadmaxConfig) -> dict[str, Tensor]
 
 def _weights_of_run(run: Path, config: HeadmaxConfig) -> dict[str, Tensor]:
     """Of the newest whole checkpoint; the run may be going on."""
-    newest, _ = checkpoint.newest(run / "checkpoints")
+    newest, _ = checkpoint.newest(run / CHECKPOINTS)
     if newest is None:
         raise ValueError(f"{run}: no whole checkpoint there yet")
     shapes = checkpoint.shapes(newest, "model")

@@ -27,13 +27,13 @@ from headmax.train.evaluate import balance, evaluate
 from headmax.train.faults import Interrupted, NoMemory, StopSignals, TrainingError, diagnose
 from headmax.train.feed import Feed, predicted, to
 from headmax.train.graph import Replayed, ReplayedUpdate
+from headmax.train.loading import CHECKPOINTS, CONFIG, is_run
 from headmax.train.metrics import Line, Log, matmul_rate, memory, summarize
 from headmax.train.optim import build_optimizer, clip, learning_rate, step_unless
 from headmax.train.parallel import Replica, World, graphed, join
 
 logger = logging.getLogger("headmax")
 
-CONFIG, CHECKPOINTS = "config.json", "checkpoints"
 """In every run's folder."""
 
 
@@ -72,16 +72,6 @@ def fit(
             raise TrainingError(f"cannot go on with {out}: {error}") from error
         except torch.OutOfMemoryError as error:
             raise NoMemory(config.compute, error) from error
-
-
-def is_run(folder: Path) -> bool:
-    """Whether a trainer wrote there: its config.json, or the checkpoints it makes room for before that."""
-    if not (folder / CONFIG).exists():
-        return (folder / CHECKPOINTS).is_dir()
-    try:
-        return {"model", "train", "data"} <= set(durable.read_json(folder / CONFIG))
-    except (ValueError, OSError):
-        return False
 
 
 RUN = durable.Owner("a run of headmax train", is_run)
