@@ -90,6 +90,8 @@ class HeadmaxConfig(PreTrainedConfig):
     """Token that ends a text."""
     backend: str = "auto"
     """Which implementation of the ops to run."""
+    fused: bool | None = None
+    """Whether norms, projections and MLP run as fused ops. None: where kernels run, on a GPU."""
 
     def __post_init__(self, **kwargs: Any) -> None:
         fields = {field.name for field in dataclasses.fields(HeadmaxConfig)}
@@ -147,6 +149,8 @@ class HeadmaxConfig(PreTrainedConfig):
         for name in ("tie_word_embeddings", "use_cache"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"HeadmaxConfig: {name} must be True or False, got {getattr(self, name)!r}")
+        if self.fused is not None and not isinstance(self.fused, bool):
+            raise ValueError(f"HeadmaxConfig: fused must be True, False or None, got {self.fused!r}")
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             value = getattr(self, name)
             if not (

@@ -33,6 +33,8 @@ class Packing:
     """[T] which sequence a token belongs to."""
     positions: Tensor
     """[T] a token's place in its own sequence."""
+    longest: int
+    """Tokens of the longest sequence."""
     size: int
     """Slots per chunk of the padded layout: CHUNK, or less where every sequence is shorter."""
     slot_tokens: Tensor
@@ -63,7 +65,8 @@ class Packing:
         ids = np.repeat(np.arange(len(lengths)), lengths)
         positions = np.arange(total) - np.repeat(bounds[:-1], lengths)
 
-        self.size = min(CHUNK, 1 << (int(lengths.max()) - 1).bit_length())
+        self.longest = int(lengths.max())
+        self.size = min(CHUNK, 1 << (self.longest - 1).bit_length())
         slot_starts = _starts(lengths, self.size)
         slots = np.repeat(slot_starts[:-1] * self.size, lengths) + positions
         tokens = np.full(slot_starts[-1] * self.size, total)

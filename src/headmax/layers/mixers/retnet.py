@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,13 +10,13 @@ from torch import Tensor
 from headmax.layers.feature_map import FeatureMap
 from headmax.layers.feature_map import feature_map as make_feature_map
 from headmax.layers.head_gate import HeadGateConfig
-from headmax.layers.mixers.base import RecurrentMixer, RecurrentState, StepTerms, head_width
+from headmax.layers.mixers.base import Projected, RecurrentMixer, RecurrentState, StepTerms, head_width
 from headmax.layers.norm import OutputNormKind
-from headmax.layers.rotary import Rotary, RotarySettings, rotate
+from headmax.layers.projection import joint_product
+from headmax.layers.rotary import Rotary, RotarySettings, rotate, turned
 from headmax.ops import linear_attention
 from headmax.ops.checks import compute_dtype
 from headmax.ops.packing import Packing
-from headmax.ops.recompute import recomputed
 
 
 class RetNet(RecurrentMixer):
@@ -55,20 +54,35 @@ class RetNet(RecurrentMixer):
             raise ValueError(f"head_k_dim must be even for rotary positions, got {self.head_k_dim}")
         self.feature_map, self.feature_name = make_feature_map(feature_map), feature_map
         self.rotary = RotarySettings(self.head_k_dim, rotary_base)
-        self.turns_projections = feature_map == "identity" and conv_size is None
+        self.rotates_products = feature_map == "identity" and conv_size is None
 
-    def turn(
-        self, q: Tensor, k: Tensor, positions: Tensor | Rotary | None, state: RecurrentState | None, packing: Packing | None
-    ) -> tuple[Tensor, Tensor]:
+    def project(self, x: Tensor, *, positions: Tensor | Rotary | None, fused: bool, **options: Any) -> Projected:
+        """With q and k after feature map and rotation; fused, a kernel rotates them on their way out of one product with the scores."""
+        rotary = self.rotary_at(positions, x, **options)
+        if not (fused and self.rotates_products):
+            p = super().project(x, positions=rotary, fused=fused, **options)
+            return p._replace(q=rotate(self.feature_map(p.q), rotary), k=rotate(self.feature_map(p.k), rotary))
+        rows = self.score_rows()
+        product = joint_product(x, [self.q_proj.weight, self.k_proj.weight, *([] if rows is None else [rows])])
+        q, k, rest = turned(product, rotary, self.num_heads, self.head_k_dim, self.backend)
+        read, write = self.gates(q, k, x, None if rows is None else rest[..., : len(rows)])
+        v, swish = self.v_proj(x).unflatten(-1, (-1, self.head_v_dim)), self.g_proj(x)
+        return Projected(q, k, v, (), swish, read, write, ())
+
+    def rotary_at(
+        self, positions: Tensor | Rotary | None, x: Tensor, *, state: RecurrentState | None, packing: Packing | None, **_: Any
+    ) -> Rotary:
+        """The angles of every token; without positions a sequence starts at 0."""
+        if isinstance(positions, Rotary):
+            return positions
         if positions is None:
             if state is not None:
                 raise ValueError("RetNet: positions must be given with a state, [batch or 1, time], counting from the sequence's start")
-            positions = torch.arange(q.shape[1], device=q.device)[None] if packing is None else packing.positions[None]
-        rotary = positions if isinstance(positions, Rotary) else self.rotary.at(positions, q.dtype)
-        return recomputed(lambda *x: tuple(rotate(self.feature_map(y), rotary) for y in x), q, k)
+            positions = (torch.arange(x.shape[1], device=x.device) if packing is None else packing.positions)[None]
+        return self.rotary.at(positions, x.dtype)
 
-    def recur(self, q: Tensor, k: Tensor, v: Tensor, side: Sequence[Tensor], ready: bool, **options: Any) -> tuple[Tensor, Tensor | None]:
-        return linear_attention(q, k, v, self.log_decay(q.device, compute_dtype(q.dtype)), **options)
+    def recurrence(self, p: Projected, **options: Any) -> tuple[Tensor, Tensor | None]:
+        return linear_attention(p.q, p.k, p.v, self.log_decay(p.q.device, compute_dtype(p.q.dtype)), **options)
 
     def log_decay(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         """log γ_h, [heads]"""

@@ -7,15 +7,24 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from headmax.ops.checks import beyond_kernels, check_device, check_recurrence, check_shape
+from headmax.ops.checks import beyond_kernels, check_device, check_recurrence, check_shape, compute_dtype
 from headmax.ops.gated_delta_rule import chunkwise, reference
 from headmax.ops.packing import Packing
-from headmax.ops.registry import no_autocast, register_recurrence, select
+from headmax.ops.registry import Lazy, around, no_autocast, register, register_recurrence, select
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
 register_recurrence("gated_delta_rule", reference.gated_delta_rule, chunkwise.gated_delta_rule)
+
+
+def _unit_length(x: Tensor) -> Tensor:
+    return reference.unit_length(x.to(compute_dtype(x.dtype))).to(x.dtype)
+
+
+register(
+    "unit_length", {"reference": _unit_length, "triton": Lazy("headmax.ops.gated_delta_rule.triton_unit", "unit_length", "triton", True)}
+)
 
 
 WIDE_DELTA = 150
@@ -70,3 +79,9 @@ def gated_delta_rule(
     with no_autocast(q.device):
         o, state = run(q, k, v, log_decay, beta, normalize_qk, read_gate, write_gate, scale, initial_state, packing)
     return o, state if return_state else None
+
+
+def unit_length(x: Tensor, backend: str = "auto") -> Tensor:
+    """x / sqrt(|x|^2 + 1e-6) over the last axis, computed in float32 (float64 for float64 x)."""
+    with no_autocast(x.device):
+        return around("unit_length", backend, x)(x)

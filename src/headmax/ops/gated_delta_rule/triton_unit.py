@@ -1,4 +1,4 @@
-"""Queries and keys scaled to unit length in Triton. For eager use; a compiled model fuses the plain form into what makes them."""
+"""Queries and keys scaled to unit length in Triton."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headmax.ops.gated_delta_rule.reference import EPS
 from headmax.ops.triton_common import on_its_device
 
 ROWS = 32
@@ -80,6 +81,6 @@ def _gradient(ctx, d_y):
 _forward.register_autograd(_gradient, setup_context=_save)
 
 
-def unit_length(x: Tensor, eps: float) -> Tensor:
+def unit_length(x: Tensor, eps: float = EPS) -> Tensor:
     """x / sqrt(Σ x^2 + eps) over the last axis, computed in float32."""
     return _forward(x.contiguous(), eps)

@@ -1,0 +1,41 @@
+"""Batches whose rows have tokens that are none: these neither decay nor write a state, nor enter a convolution."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headmax.ops.packing import Packing
+
+
+class Padding:
+    """Where the tokens of a padded batch [batch, time] lie, wherever the padding is, and the same tokens packed into one row."""
+
+    def __init__(self, mask: Tensor) -> None:
+        """`mask` [batch, time] is 0 where there is no token. It is read on the host."""
+        mask = mask.bool()
+        self.shape = tuple(mask.shape)
+        self.places = mask.flatten().nonzero().flatten()
+        """[tokens] where each token lies in the flattened batch."""
+        lengths = mask.sum(1)
+        self.packing = Packing(torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]))
+        """One sequence per row of the batch, empty for a row without tokens."""
+
+    @property
+    def empty(self) -> bool:
+        """Whether no row has a token."""
+        return len(self.places) == 0
+
+    @classmethod
+    def of(cls, mask: Tensor | None) -> Padding | None:
+        """None where every token is one."""
+        return None if mask is None or bool(mask.all()) else cls(mask)
+
+    def remove(self, x: Tensor) -> Tensor:
+        """[batch, time, ...] → [1, tokens, ...]"""
+        return x.flatten(0, 1).index_select(0, self.places).unsqueeze(0)
+
+    def restore(self, x: Tensor) -> Tensor:
+        """[1, tokens, ...] → [batch, time, ...], zeros where there is no token."""
+        batch, time = self.shape
+        return x.new_zeros(batch * time, *x.shape[2:]).index_copy(0, self.places, x[0]).unflatten(0, (batch, time))
