@@ -42,19 +42,20 @@ def close(x: torch.Tensor, y: torch.Tensor, tolerance: float = 1e-12) -> bool:
 
 @pytest.mark.parametrize("name", MIXERS)
 @pytest.mark.parametrize("at", [1, 2, 5, 19])
-def test_state_hand_over(name: str, at: int) -> None:
+@pytest.mark.parametrize("told", [True, False], ids=["positions", "no positions"])
+def test_state_hand_over(name: str, at: int, told: bool) -> None:
     mixer, x = make(name), hidden(2, 20)
-    positions = torch.arange(20)[None]
-    whole = mixer(x, return_state=True)
-    first = mixer(x[:, :at], return_state=True, positions=positions[:, :at])
-    second = mixer(x[:, at:], state=first.state, return_state=True, positions=positions[:, at:])
+    positions = torch.arange(20)[None] if told else torch.empty(1, 0)
+    whole = mixer(x, return_state=True, positions=positions if told else None)
+    first = mixer(x[:, :at], return_state=True, positions=positions[:, :at] if told else None)
+    second = mixer(x[:, at:], state=first.state, return_state=True, positions=positions[:, at:] if told else None)
     assert close(torch.cat([first.hidden, second.hidden], 1), whole.hidden)
     for x, y in zip(_leaves(second.state), _leaves(whole.state), strict=True):
         assert close(x, y)
 
 
 def _leaves(state: Any) -> list[torch.Tensor]:
-    return torch.utils._pytree.tree_leaves(state)
+    return [x for x in torch.utils._pytree.tree_leaves(state) if x is not None]
 
 
 @pytest.mark.parametrize("name", MIXERS)
@@ -354,8 +355,8 @@ def test_errors_name_the_setting() -> None:
     with pytest.raises(ValueError, match="source 'hidden_heads' splits hidden_size 32 over 3 heads"):
         MIXERS["gla"](WIDTH, 3, head_k_dim=4, head_v_dim=4, head_gate=HeadGateConfig(source="hidden_heads"))
     retnet, x = make("retnet"), hidden(1, 3)
-    state = retnet(x, return_state=True).state
-    with pytest.raises(ValueError, match="RetNet: positions must be given with a state"):
+    state = retnet(x, return_state=True, positions=torch.arange(3)[None]).state
+    with pytest.raises(ValueError, match="RetNet: positions must be given with a state that was made with positions"):
         retnet(x, state=state)
 
 
@@ -533,14 +534,18 @@ def test_what_is_no_longer_as_it_was_built_is_called(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_a_compiled_block_sees_a_hook_that_arrives_later() -> None:
+def test_compiled_blocks_see_a_hook_that_arrives_later() -> None:
     model = HeadmaxForCausalLM(HeadmaxConfig(mixer="gla", hidden_size=16, num_hidden_layers=1, num_heads=2, vocab_size=20, fused=True))
-    block, x = model.double().model.layers[0], torch.randn(2, 5, 16, dtype=torch.float64)
+    ids = torch.arange(10)[None]
+    expected = model.double()(ids).logits
     torch._dynamo.reset()
-    compiled = torch.compile(block, fullgraph=True, backend="eager")
-    assert distance(compiled(x).hidden, block(x).hidden) <= 1e-10
-    block.mlp.down_proj.register_forward_hook(lambda module, inputs, output: 2 * output)
-    assert distance(compiled(x).hidden, block(x).hidden) <= 1e-10
+    model.model.compile_blocks(backend="eager")
+    assert distance(model(ids).logits, expected) <= 1e-10
+    model.model.layers[0].mlp.down_proj.register_forward_hook(lambda module, inputs, output: 2 * output)
+    hooked = model(ids).logits
+    assert distance(hooked, expected) > 1e-3
+    model.model.layers[0]._compiled_call_impl = None
+    assert distance(hooked, model(ids).logits) <= 1e-10
 
 
 def test_the_operator_of_the_short_convolution_is_registered_properly() -> None:

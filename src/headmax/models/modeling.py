@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +34,14 @@ from headmax.ops.registry import autocast_dtype
 
 RECOMPILATIONS = 32
 """Ways to call a block that may each be compiled."""
+UNSUPPORTED = {
+    "output_attentions": "recurrent layers have no attention maps; return_gates=True gives the head gates",
+    "head_mask": "heads cannot be masked; a gate of a head is its share of the softmax",
+    "token_type_ids": "the model has one kind of token",
+    "encoder_hidden_states": "the model is a decoder without cross-attention",
+    "encoder_attention_mask": "the model is a decoder without cross-attention",
+}
+"""Arguments of Hugging Face models that would change the result, and why they cannot here."""
 Gates = tuple[tuple[Tensor | None, Tensor | None] | None, ...]
 
 
@@ -140,6 +150,7 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
         self.uses_attention = [name == "attention" for name in config.mixers]
         self.rotary: list[RotarySettings | None] = [getattr(block.mixer, "rotary", None) for block in self.layers]
         self.gradient_checkpointing = False
+        self.compiler_limits: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.post_init()
 
     @can_return_tuple
@@ -165,23 +176,24 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
         """
         inputs = self.read_inputs(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, cu_seqlens)
         x, gates, hidden_states = inputs.x, [], []
-        for n, (block, attends) in enumerate(zip(self.layers, self.uses_attention, strict=True)):
-            if output_hidden_states:
-                hidden_states.append(x)
-            layer = None if inputs.cache is None else inputs.cache.layers[n]
-            x, state, gate = block(
-                x,
-                state=layer and layer.state,
-                return_state=inputs.use_cache,
-                positions=inputs.positions[attends, self.rotary[n]],
-                packing=inputs.packing,
-                mask=inputs.attention_mask if attends else inputs.padding,
-                return_gates=return_gates,
-                fusion=inputs.fusion[n],
-            )
-            gates.append(gate)
-            if layer is not None and inputs.use_cache:
-                layer.advance(state, x.shape[1], inputs.packing, inputs.padding)
+        with self.compiler_limits():
+            for n, (block, attends) in enumerate(zip(self.layers, self.uses_attention, strict=True)):
+                if output_hidden_states:
+                    hidden_states.append(x)
+                layer = None if inputs.cache is None else inputs.cache.layers[n]
+                x, state, gate = block(
+                    x,
+                    state=layer and layer.state,
+                    return_state=inputs.use_cache,
+                    positions=inputs.positions[attends, self.rotary[n]],
+                    packing=inputs.packing,
+                    mask=inputs.attention_mask if attends else inputs.padding,
+                    return_gates=return_gates,
+                    fusion=inputs.fusion[n],
+                )
+                gates.append(gate)
+                if layer is not None and inputs.use_cache:
+                    layer.advance(state, x.shape[1], inputs.packing, inputs.padding)
         x = self.norm(x)
         return HeadmaxModelOutput(
             last_hidden_state=x,
@@ -277,10 +289,11 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
     def compile_blocks(self, backend: str = "inductor") -> None:
         """Compiles block by block: the blocks share their code, so one compilation serves all layers, and none holds a graph break.
 
-        Each kind of mixer, dtype, and way of calling (training, packed, with a state) is a compilation of that shared code; as many as
-        those may come to are allowed.
+        Each kind of mixer, dtype, and way of calling (training, packed, with a state) is a compilation of that shared code, more of them
+        than PyTorch allows by itself; the limit is raised while the blocks run.
         """
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILATIONS * len(set(self.config.mixers)))
+        limit = max(torch._dynamo.config.recompile_limit, RECOMPILATIONS * len(set(self.config.mixers)))
+        self.compiler_limits = functools.partial(torch._dynamo.config.patch, recompile_limit=limit)
         for block in self.layers:
             block.compile(fullgraph=True, backend=backend)
 
@@ -328,9 +341,11 @@ class HeadmaxForCausalLM(HeadmaxPreTrainedModel, GenerationMixin):
 
         With labels in training mode (or `skip_logits=True`) the loss is computed piece by piece, and `.logits` is None.
         """
-        for name in kwargs:  # as Hugging Face models do, it takes what others pass around, but not a misspelt argument of its own
+        for name, value in kwargs.items():  # as Hugging Face models do, it takes what others pass around
             if (meant := misspelt(name)) is not None:
                 raise ValueError(f"unknown argument {name!r}; did you mean {meant!r}?")
+            if name in UNSUPPORTED and value is not None and value is not False:
+                raise ValueError(f"{name} is not supported: {UNSUPPORTED[name]}")
         if cu_seqlens is None:
             cu_seqlens = kwargs.pop("cu_seq_lens_q", None)
         if "seq_idx" in kwargs and position_ids is None and cu_seqlens is None:

@@ -26,6 +26,8 @@ class RecurrentState(NamedTuple):
     """[sequences, heads, key, value]"""
     conv: tuple[Tensor, ...]
     """The last inputs of the short convolutions on q, k and v, [sequences, width - 1, channels]; empty without them."""
+    tokens: Tensor | None = None
+    """[sequences] how many tokens it holds, where a mixer that was given no positions counts them."""
 
 
 class StepTerms(NamedTuple):
@@ -70,6 +72,8 @@ class Projected(NamedTuple):
     """and what it writes to each."""
     conv: tuple[Tensor, ...]
     """The convolutions' new states."""
+    tokens: Tensor | None = None
+    """As in RecurrentState."""
 
 
 class Convolved(NamedTuple):
@@ -190,7 +194,8 @@ class RecurrentMixer(Initialized):
         hidden, gates = self.read_out(o, p.swish, p.read if self.read_after_norm else None, fused), (p.read, p.write)
         if padding is not None:
             hidden, *gates = (y if y is None else padding.restore(y) for y in (hidden, *gates))
-        return MixerOutput(hidden, None if recurrent is None else RecurrentState(recurrent, p.conv), tuple(gates))
+        new_state = RecurrentState(recurrent, p.conv, p.tokens) if recurrent is not None else None
+        return MixerOutput(hidden, new_state, tuple(gates))
 
     def project(
         self,
@@ -209,14 +214,13 @@ class RecurrentMixer(Initialized):
         """
         modules = [self.q_proj, *(getattr(self, name) for name in self.side)]
         rows = self.score_rows() if fused else None
-        scores = None
-        if fused and (self.side or rows is not None):
-            sizes = [module.out_features for module in modules] + ([] if rows is None else [len(rows)])
-            product = joint_product(x, [*(module.weight for module in modules), *([] if rows is None else [rows])])
-            q, *side = product[..., : sum(sizes)].split(sizes, dim=-1)
-            scores = None if rows is None else side.pop()
+        if fused:
+            matrices = [*(module.weight for module in modules), *([] if rows is None else [rows])]
+            sizes = list(map(len, matrices))
+            parts = joint_product(x, matrices)[..., : sum(sizes)].split(sizes, dim=-1)
         else:
-            q, *side = (module(x) for module in modules)
+            parts = tuple(module(x) for module in modules)
+        (q, *side), (scores, *_) = parts[: len(modules)], (*parts[len(modules) :], None)
         (q, k, v), conv, convolved_scores = self.convolve([q, self.k_proj(x), self.v_proj(x)], state, packing, return_state, fused)
         q, k = (y.unflatten(-1, (-1, self.head_k_dim)) for y in (q, k))
         read, write = self.gates(q, k, x, convolved_scores if scores is None else scores)

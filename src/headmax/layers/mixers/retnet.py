@@ -19,6 +19,18 @@ from headmax.ops.checks import compute_dtype
 from headmax.ops.packing import Packing
 
 
+def count_tokens(x: Tensor, state: RecurrentState | None, packing: Packing | None) -> tuple[Tensor, Tensor]:
+    """The position of each token of x [B,T,E] in its sequence, [B or 1, T], and how many tokens each sequence then has."""
+    positions = (torch.arange(x.shape[1], device=x.device) if packing is None else packing.positions)[None]
+    lengths = torch.full(x.shape[:1], x.shape[1], device=x.device) if packing is None else packing.cu_seqlens.diff()
+    if state is None:
+        return positions, lengths
+    if state.tokens is None:
+        raise ValueError("RetNet: positions must be given with a state that was made with positions, [batch or 1, time]")
+    before = state.tokens[:, None] if packing is None else state.tokens[packing.sequence_ids]
+    return positions + before, state.tokens + lengths
+
+
 class RetNet(RecurrentMixer):
     """S_t = γ_h S_{t-1} + (G^K_t k_t)^T v_t ;  o_t = (G^Q_t q_t) S_t,  with γ_h = 1 - 2^(-5-h) and rotary q, k"""
 
@@ -58,28 +70,19 @@ class RetNet(RecurrentMixer):
 
     def project(self, x: Tensor, *, positions: Tensor | Rotary | None, fused: bool, **options: Any) -> Projected:
         """With q and k after feature map and rotation; fused, a kernel rotates them on their way out of one product with the scores."""
-        rotary = self.rotary_at(positions, x, **options)
+        tokens = None
+        if positions is None:
+            positions, tokens = count_tokens(x, options["state"], options["packing"])
+        rotary = positions if isinstance(positions, Rotary) else self.rotary.at(positions, x.dtype)
         if not (fused and self.rotates_products):
             p = super().project(x, positions=rotary, fused=fused, **options)
-            return p._replace(q=rotate(self.feature_map(p.q), rotary), k=rotate(self.feature_map(p.k), rotary))
+            return p._replace(q=rotate(self.feature_map(p.q), rotary), k=rotate(self.feature_map(p.k), rotary), tokens=tokens)
         rows = self.score_rows()
         product = joint_product(x, [self.q_proj.weight, self.k_proj.weight, *([] if rows is None else [rows])])
         q, k, rest = turned(product, rotary, self.num_heads, self.head_k_dim, self.backend)
         read, write = self.gates(q, k, x, None if rows is None else rest[..., : len(rows)])
         v, swish = self.v_proj(x).unflatten(-1, (-1, self.head_v_dim)), self.g_proj(x)
-        return Projected(q, k, v, (), swish, read, write, ())
-
-    def rotary_at(
-        self, positions: Tensor | Rotary | None, x: Tensor, *, state: RecurrentState | None, packing: Packing | None, **_: Any
-    ) -> Rotary:
-        """The angles of every token; without positions a sequence starts at 0."""
-        if isinstance(positions, Rotary):
-            return positions
-        if positions is None:
-            if state is not None:
-                raise ValueError("RetNet: positions must be given with a state, [batch or 1, time], counting from the sequence's start")
-            positions = (torch.arange(x.shape[1], device=x.device) if packing is None else packing.positions)[None]
-        return self.rotary.at(positions, x.dtype)
+        return Projected(q, k, v, (), swish, read, write, (), tokens)
 
     def recurrence(self, p: Projected, **options: Any) -> tuple[Tensor, Tensor | None]:
         return linear_attention(p.q, p.k, p.v, self.log_decay(p.q.device, compute_dtype(p.q.dtype)), **options)
