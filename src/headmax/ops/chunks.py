@@ -56,13 +56,16 @@ class Chunks:
 
 
 def in_segments(run: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Runs `run(q, k, v, *per_token, scale, state, packing)` on a long sequence piece by piece, handing the state over."""
+    """Runs `run(q, k, v, *per_token, scale, state, packing)` on a long sequence piece by piece, handing the state over.
+
+    The state comes whether it is asked for or not: it costs nothing.
+    """
 
     @functools.wraps(run)
     def segmented(*args: Any) -> tuple[Tensor, Tensor]:
-        *tokens, scale, state, packing = args
+        *tokens, scale, state, packing, _ = args
         if packing is not None or tokens[0].shape[1] <= SEGMENT:
-            return run(*args)
+            return run(*args[:-1])
         outputs = []
         for piece in split_time(tokens, SEGMENT):
             o, state = run(*piece, scale, state, None)
