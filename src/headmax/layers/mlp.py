@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from headmax.layers.projection import as_multiplied, joins, joint_product
 from headmax.ops.recompute import recomputed
-from headmax.ops.registry import Lazy, around, register
+from headmax.ops.registry import Lazy, dispatch, register
 
 
 def swiglu_width(hidden_size: int, ratio: float) -> int:
@@ -41,5 +41,5 @@ class SwiGLU(nn.Module):
         if joins(self.gate_proj, self.up_proj, self.down_proj):
             joint, sizes = joint_product(x, [self.gate_proj, self.up_proj])
             joint = joint[..., : sum(sizes)]
-            return around("swiglu", self.backend, x)(joint, as_multiplied(self.down_proj.weight, joint))
+            return dispatch("swiglu", self.backend, x)(joint, as_multiplied(self.down_proj.weight, joint))
         return self.down_proj(recomputed(swish_gate, self.up_proj(x), self.gate_proj(x)))

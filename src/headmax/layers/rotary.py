@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headmax.ops.checks import compute_dtype
 from headmax.ops.recompute import recomputed
-from headmax.ops.registry import Lazy, around, register
+from headmax.ops.registry import Lazy, dispatch, register
 
 
 class Rotary(NamedTuple):
@@ -51,5 +51,5 @@ register("turned", {"reference": _turned, "triton": Lazy("headmax.layers.triton_
 
 def turned(product: Tensor, rotary: Rotary, heads: int, width: int, backend: str = "auto") -> tuple[Tensor, Tensor, Tensor]:
     """q and k [B,T,H,D], turned, and what else there is, of product [B,T,2 H D + ...]; made again for the backward pass."""
-    run = around("turned", backend, product)
+    run = dispatch("turned", backend, product)
     return recomputed(lambda *tensors: run(*tensors, heads, width), product, *rotary)

@@ -13,7 +13,7 @@ from headmax.ops.checks import compute_dtype
 from headmax.ops.gated_delta_rule.reference import unit_length
 from headmax.ops.head_gate.reference import scores_of
 from headmax.ops.packing import Packing
-from headmax.ops.registry import Lazy, around, register
+from headmax.ops.registry import Lazy, dispatch, register
 
 
 def _reference(x: Tensor, weight: Tensor, before: Tensor | None) -> Tensor:
@@ -48,7 +48,7 @@ def short_convolution(
     x: Tensor, weight: Tensor, state: Tensor | None = None, packing: Packing | None = None, backend: str = "auto"
 ) -> Tensor:
     """silu of the causal depthwise convolution of x [B,T,D] with weight [D,W]; `state` [sequences,W-1,D] are the inputs before."""
-    run = around("short_conv", backend, x)
+    run = dispatch("short_conv", backend, x)
     if state is None:
         return run(x, weight, None if packing is None else packing.positions)
     if packing is None:
@@ -62,7 +62,7 @@ def unit_convolution(
 ) -> tuple[Tensor, Tensor | None]:
     """As `short_convolution`, then each of the heads scaled to unit length as the delta rule does it; and, of what it was before that,
     the scores [B,T,gates] by scorer [gates,K], as `head_gate` has them."""
-    return around("unit_conv", backend, x)(x, weight, None if packing is None else packing.positions, scorer, heads)
+    return dispatch("unit_conv", backend, x)(x, weight, None if packing is None else packing.positions, scorer, heads)
 
 
 def last_inputs(x: Tensor, width: int, state: Tensor | None, packing: Packing | None) -> Tensor:
