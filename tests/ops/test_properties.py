@@ -153,6 +153,7 @@ def test_work_counted_by_hand() -> None:
 
 def test_auto_says_once_which_backend_it_took(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_announced", set())
+    monkeypatch.setattr(registry, "_chosen", {})
     inputs = SPECS["gla"].inputs(Case(time=3, key=4, value=4))
     with caplog.at_level("DEBUG", logger="headmax"):
         gla(**inputs)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headmax.ops.checks import compute_dtype
+from headmax.ops.registry import Lazy, dispatch, register
 
 
 class _LogSigmoid(torch.autograd.Function):
@@ -27,6 +28,10 @@ class _LogSigmoid(torch.autograd.Function):
         return (d_y * torch.expm1(ctx.normalizer * y) / -ctx.normalizer).to(ctx.dtype), None
 
 
-def log_sigmoid(x: Tensor, normalizer: float) -> Tensor:
+_kernel = Lazy("headmax.layers.triton_decay", "log_sigmoid", needs="triton", interpreted=True)
+register("log_sigmoid", {"reference": _LogSigmoid.apply, "triton": _kernel})
+
+
+def log_sigmoid(x: Tensor, normalizer: float, backend: str = "auto") -> Tensor:
     """log(sigmoid(x)) / normalizer, in float32 (float64 for float64 x)."""
-    return _LogSigmoid.apply(x, normalizer)
+    return dispatch("log_sigmoid", backend, x)(x, normalizer)

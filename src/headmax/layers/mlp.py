@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from headmax.layers.fusion import intact
 from headmax.layers.projection import as_multiplied, joint_product
-from headmax.ops.registry import Lazy, around, register
+from headmax.ops.registry import Lazy, dispatch, register
 
 
 def swiglu_width(hidden_size: int, ratio: float) -> int:
@@ -44,4 +44,4 @@ class SwiGLU(nn.Module):
         if not fused:
             return self.down_proj(swish_gate(self.up_proj(x), self.gate_proj(x)))
         joint = joint_product(x, [self.gate_proj.weight, self.up_proj.weight])[..., : 2 * self.gate_proj.out_features]
-        return around("swiglu", self.backend, x)(joint, as_multiplied(self.down_proj.weight, joint))
+        return dispatch("swiglu", self.backend, x)(joint, as_multiplied(self.down_proj.weight, joint))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from headmax.layers.initialized import Initialized
 from headmax.layers.mlp import swish_gate
 from headmax.ops.checks import check_shape, compute_dtype
-from headmax.ops.registry import Lazy, around, register, suggest
+from headmax.ops.registry import Lazy, dispatch, register, suggest
 from headmax.ops.sequential import gated
 
 OutputNormKind = Literal["head", "joint", "none"]
@@ -50,21 +50,21 @@ for _name, _plain in (("rms_norm", _rms_norm), ("norm_beside", _norm_beside), ("
     register(_name, {"reference": _plain, "triton": Lazy("headmax.layers.triton_norm", _name, needs="triton", interpreted=True)})
 
 
-def _no_kernel(x: Tensor) -> str | None:
-    """Why "auto" keeps to the plain form, or None."""
+def _too_wide(x: Tensor) -> str | None:
+    """Why a kernel cannot take rows of x, or None."""
     return f"more than {WIDEST} channels" if x.shape[-1] > WIDEST else None
 
 
 def rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, backend: str = "auto") -> tuple[Tensor, Tensor]:
     """x + delta (x without one), and that normalised; x [..., width], weight [width]."""
     check_shape("rms_norm", "weight", weight, "width", x.shape[-1:])
-    return around("rms_norm", backend, x, _no_kernel(x))(x, delta, weight, eps)
+    return dispatch("rms_norm", backend, x, _too_wide(x))(x, delta, weight, eps)
 
 
 def norm_beside(x: Tensor, weight: Tensor, eps: float, backend: str = "auto") -> tuple[Tensor, Tensor]:
     """x [..., width] as it goes on beside its norm, and the norm: where both have a gradient, one kernel gives that of x."""
     check_shape("norm_beside", "weight", weight, "width", x.shape[-1:])
-    return around("norm_beside", backend, x, _no_kernel(x))(x, weight, eps)
+    return dispatch("norm_beside", backend, x, _too_wide(x))(x, weight, eps)
 
 
 def read_out(
@@ -73,7 +73,7 @@ def read_out(
     """What heads read out, o [B,T,H,V], each normalised, times gates read [B,T,H] and silu(swish [B,T,H V]), times out^T [E,H V]."""
     check_shape("read_out", "weight", weight, "value", o.shape[-1:])
     check_shape("read_out", "out", out, "hidden, heads * value", (out.shape[0], o.shape[2] * o.shape[3]))
-    return around("read_out", backend, o, _no_kernel(o))(o, swish, read, weight, out, eps)
+    return dispatch("read_out", backend, o, _too_wide(o))(o, swish, read, weight, out, eps)
 
 
 class RMSNorm(Initialized):

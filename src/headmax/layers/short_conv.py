@@ -13,7 +13,7 @@ from headmax.ops.checks import compute_dtype
 from headmax.ops.gated_delta_rule.reference import unit_length
 from headmax.ops.head_gate.reference import scores_of
 from headmax.ops.packing import Packing
-from headmax.ops.registry import Lazy, around, register
+from headmax.ops.registry import Lazy, dispatch, register
 
 Convolution = Callable[[Tensor, Tensor | None], tuple[Tensor | None, ...]]
 
@@ -61,7 +61,7 @@ def short_convolution(
     x: Tensor, weight: Tensor, state: Tensor | None = None, packing: Packing | None = None, backend: str = "auto"
 ) -> Tensor:
     """silu of the causal depthwise convolution of x [B,T,D] with weight [D,W]; `state` [sequences,W-1,D] are the inputs before."""
-    kernel = around("short_conv", backend, x)
+    kernel = dispatch("short_conv", backend, x)
     return _convolve(lambda x, before: (kernel(x, weight, before),), x, state, packing)[0]  # type: ignore[return-value]
 
 
@@ -76,7 +76,7 @@ def unit_convolution(
 ) -> tuple[Tensor, Tensor | None]:
     """As `short_convolution`, then each of the heads scaled to unit length as the delta rule does it; and, of what it was before that,
     the scores [B,T,gates] by scorer [gates,K], as `head_gate` has them."""
-    kernel = around("unit_conv", backend, x)
+    kernel = dispatch("unit_conv", backend, x)
     return _convolve(lambda x, before: kernel(x, weight, before, scorer, heads), x, state, packing)  # type: ignore[return-value]
 
 

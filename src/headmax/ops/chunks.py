@@ -17,6 +17,10 @@ SEGMENT = 4096
 """Longer sequences run in pieces of this many steps: temporary memory stays bounded and in reach of the caches."""
 
 
+SIZES = tuple(1 << n for n in range(CHUNK.bit_length()))
+"""Tokens of a chunk: the least that holds a short sequence, CHUNK for others."""
+
+
 class Chunks:
     """Splits [batch, time, heads, ...] into [batch, chunks, heads, C, ...] and back; empty slots hold zeros.
 
@@ -26,12 +30,8 @@ class Chunks:
     def __init__(self, time: int, packing: Packing | None) -> None:
         self.time = time
         self.packing = packing
-        if packing is not None:
-            self.size = packing.size
-        elif torch.compiler.is_compiling() or time > CHUNK // 2:  # one compiled graph serves every length
-            self.size = CHUNK
-        else:
-            self.size = 1 << (time - 1).bit_length()
+        # comparisons alone, so that a compiled graph serves every length but short ones
+        self.size = next(size for size in SIZES if time <= size or size == CHUNK) if packing is None else packing.size
         self.starts = torch.empty(0, dtype=torch.int64) if packing is None else packing.slot_starts
 
     def split(self, x: Tensor) -> Tensor:
@@ -56,13 +56,16 @@ class Chunks:
 
 
 def in_segments(run: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Runs `run(q, k, v, *per_token, scale, state, packing)` on a long sequence piece by piece, handing the state over."""
+    """Runs `run(q, k, v, *per_token, scale, state, packing)` on a long sequence piece by piece, handing the state over.
+
+    The state comes whether it is asked for or not: it costs nothing.
+    """
 
     @functools.wraps(run)
     def segmented(*args: Any) -> tuple[Tensor, Tensor]:
-        *tokens, scale, state, packing = args
+        *tokens, scale, state, packing, _ = args
         if packing is not None or tokens[0].shape[1] <= SEGMENT:
-            return run(*args)
+            return run(*args[:-1])
         outputs = []
         for piece in split_time(tokens, SEGMENT):
             o, state = run(*piece, scale, state, None)

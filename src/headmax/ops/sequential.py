@@ -25,14 +25,14 @@ def split_time(tokens: Sequence[Any], sizes: int | list[int]) -> Iterable[tuple[
 
 
 def per_sequence(recurrence: Recurrence) -> Recurrence:
-    """Runs `recurrence(q, k, v, *per_token, scale, state)` on each packed sequence by itself.
+    """Runs `recurrence(q, k, v, *per_token, scale, state)` on each packed sequence by itself; the state is given even if not asked for.
 
     Casts every tensor to the accumulation dtype, the output back to q's, and starts from zeros where there is no initial state.
     """
 
     @functools.wraps(recurrence)
     def run(*args: Any) -> tuple[Tensor, Tensor]:
-        *tokens, scale, initial, packing = args
+        *tokens, scale, initial, packing, _ = args
         q, v = tokens[0], tokens[2]
         dtype = compute_dtype(q.dtype)
         tokens = [x.to(dtype) if isinstance(x, Tensor) else x for x in tokens]

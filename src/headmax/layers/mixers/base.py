@@ -74,6 +74,8 @@ class Projected(NamedTuple):
     """The convolutions' new states."""
     tokens: Tensor | None = None
     """As in RecurrentState."""
+    unit_length: bool = False
+    """As in Convolved."""
 
 
 class Convolved(NamedTuple):
@@ -84,6 +86,8 @@ class Convolved(NamedTuple):
     """Their new states, if asked for."""
     scores: Tensor | None
     """The head gates' scores [B,T,gates * HV], where a fused convolution makes them."""
+    unit_length: bool = False
+    """Whether each head of q and k has unit length."""
 
 
 def head_width(name: str, width: int | None, total: int, num_heads: int) -> int:
@@ -221,11 +225,13 @@ class RecurrentMixer(Initialized):
         else:
             parts = tuple(module(x) for module in modules)
         (q, *side), (scores, *_) = parts[: len(modules)], (*parts[len(modules) :], None)
-        (q, k, v), conv, convolved_scores = self.convolve([q, self.k_proj(x), self.v_proj(x)], state, packing, return_state, fused)
+        convolved = self.convolve([q, self.k_proj(x), self.v_proj(x)], state, packing, return_state, fused)
+        q, k, v = convolved.qkv
         q, k = (y.unflatten(-1, (-1, self.head_k_dim)) for y in (q, k))
-        read, write = self.gates(q, k, x, convolved_scores if scores is None else scores)
+        read, write = self.gates(q, k, x, convolved.scores if scores is None else scores)
         swish = None if self.g_proj is None else self.g_proj(x)
-        return Projected(q, k, v.unflatten(-1, (-1, self.head_v_dim)), tuple(side), swish, read, write, conv)
+        v = v.unflatten(-1, (-1, self.head_v_dim))
+        return Projected(q, k, v, tuple(side), swish, read, write, convolved.conv, unit_length=convolved.unit_length)
 
     def score_rows(self) -> Tensor | None:
         """The gates' scores as a matrix on the hidden state [gates * HV, E], where they are linear in it."""

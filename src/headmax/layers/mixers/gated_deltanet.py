@@ -15,7 +15,6 @@ from headmax.layers.norm import OutputNormKind
 from headmax.layers.short_conv import last_inputs, unit_convolution
 from headmax.ops import gated_delta_rule
 from headmax.ops.checks import compute_dtype
-from headmax.ops.gated_delta_rule import unit_length
 from headmax.ops.packing import Packing
 
 
@@ -66,13 +65,6 @@ class GatedDeltaNet(RecurrentMixer):
         step = torch.exp(torch.empty_like(self.dt_bias).uniform_(-6.9077553, -2.3025851))
         yield self.dt_bias, step + torch.log(-torch.expm1(-step))
 
-    def project(self, x: Tensor, *, fused: bool, **options: Any) -> Projected:
-        """With q and k of unit length, made after the gates' scores."""
-        p = super().project(x, fused=fused, **options)
-        if fused and self.convs is not None:
-            return p
-        return p._replace(q=unit_length(p.q, self.backend), k=unit_length(p.k, self.backend))
-
     def convolve(
         self, qkv: Sequence[Tensor], state: RecurrentState | None, packing: Packing | None, return_state: bool, fused: bool
     ) -> Convolved:
@@ -89,13 +81,13 @@ class GatedDeltaNet(RecurrentMixer):
         v, _ = self.convs[2](qkv[2], before[2], **options)
         scores = [score for score in (read, write) if score is not None]
         conv = tuple(last_inputs(y, conv.width, past, packing) for y, conv, past in zip(qkv, self.convs, before, strict=True))
-        return Convolved([q, k, v], conv if return_state else (), torch.cat(scores, dim=-1) if scores else None)
+        return Convolved([q, k, v], conv if return_state else (), torch.cat(scores, dim=-1) if scores else None, unit_length=True)
 
     def recurrence(self, p: Projected, **options: Any) -> tuple[Tensor, Tensor | None]:
         dtype = compute_dtype(p.q.dtype)
         a, b = (y.to(dtype) for y in p.side)
         log_decay, beta = -self.A_log.to(dtype).exp() * F.softplus(a + self.dt_bias.to(dtype)), b.sigmoid()
-        return gated_delta_rule(p.q, p.k, p.v, log_decay, beta, **options)
+        return gated_delta_rule(p.q, p.k, p.v, log_decay, beta, normalize_qk=not p.unit_length, **options)
 
     def step_terms(self) -> StepTerms:
         return StepTerms("delta", "unit_length", (self.a_proj, self.b_proj), self.A_log, self.dt_bias)

@@ -54,7 +54,8 @@ class GatedLinearAttention(RecurrentMixer):
 
     def recurrence(self, p: Projected, **options: Any) -> tuple[Tensor, Tensor | None]:
         decay = self.decay_up_proj(p.side[0]).unflatten(-1, (self.num_heads, self.head_k_dim))
-        return gla(self.feature_map(p.q), self.feature_map(p.k), p.v, log_sigmoid(decay, self.decay_normalizer), **options)
+        log_decay = log_sigmoid(decay, self.decay_normalizer, self.backend)
+        return gla(self.feature_map(p.q), self.feature_map(p.k), p.v, log_decay, **options)
 
     def step_terms(self) -> StepTerms:
         up = self.decay_up_proj
