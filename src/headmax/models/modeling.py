@@ -105,9 +105,10 @@ def find_packing(
 ) -> Packing | None:
     """The packing of tokens [batch, time, ...]: as given, or where the positions of unpadded tokens do not count on by one."""
     batch, time = tokens.shape[:2]
-    packing = check_packing("HeadmaxModel", cu_seqlens, batch, time, tokens.device)
-    if packing is not None or position_ids is None or padding is not None or time == 1:
-        return packing
+    if cu_seqlens is not None:
+        return check_packing("HeadmaxModel", cu_seqlens, batch, time, tokens.device)
+    if position_ids is None or padding is not None or time == 1:
+        return None
     return packing_of_positions(position_ids, batch)
 
 
