@@ -136,7 +136,8 @@ def _sizes(x: Tensor, swish: Tensor | None = None, read: Tensor | None = None) -
     """Rows, the distance of the swish gate's, and what kernels are specialised to; x is [tokens, heads, width]."""
     tokens, heads, width = x.shape
     tall, columns = _block(width)
-    sizes = {"H": heads, "WIDTH": width, "BR": tall, "BW": columns, "SWISH": swish is not None, "READ": read is not None, "num_warps": WARPS}
+    sizes = {"H": heads, "WIDTH": width, "BR": tall, "BW": columns, "num_warps": WARPS}
+    sizes |= {"SWISH": swish is not None, "READ": read is not None}
     return tokens * heads, 0 if swish is None else swish.stride(0), sizes
 
 
@@ -287,9 +288,7 @@ def fake_read_out_backward(d_y, o, swish, read, weight, eps):
     return o.new_empty(o.shape), o.new_empty(0 if swish is None else flat.shape), d_read, _shares(o), flat
 
 
-_read_out = define_op(
-    "read_out", read_out_forward, lambda o, swish, read, weight, out, eps: o.new_empty(o.shape[0], out.shape[0])
-)
+_read_out = define_op("read_out", read_out_forward, lambda o, swish, read, weight, out, eps: o.new_empty(o.shape[0], out.shape[0]))
 _read_out_backward = define_op("read_out_backward", read_out_backward, fake_read_out_backward)
 
 

@@ -10,7 +10,9 @@ import torch
 LIBRARY = torch.library.Library("headmax", "FRAGMENT")
 
 
-def define_op(name: str, function: Callable[..., Any], fake: Callable[..., Any], *, tags: Sequence[torch.Tag] = ()) -> torch._ops.OpOverload:
+def define_op(
+    name: str, function: Callable[..., Any], fake: Callable[..., Any], *, tags: Sequence[torch.Tag] = ()
+) -> torch._ops.OpOverload:
     """The operator `headmax::name`: `function` on every device, `fake` for shapes alone; the schema is that of function's annotations.
 
     It has no gradient of its own. An op that has one is a plain `torch.autograd.Function` whose forward calls one operator and whose

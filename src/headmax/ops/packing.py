@@ -103,9 +103,9 @@ class Packing:
         return self.sequence_ids.shape[0]
 
     @classmethod
-    def of(cls, cu_seqlens: Tensor, device: torch.device) -> Packing:
+    def of(cls, cu_seqlens: Tensor | Sequence[int], device: torch.device) -> Packing:
         """The packing of a tensor handed to layer after layer: the first builds it, and it is kept until the tensor changes or goes."""
-        if cu_seqlens.is_inference():  # does not tell when it changes
+        if not isinstance(cu_seqlens, Tensor) or cu_seqlens.is_inference():  # does not tell when it changes
             return cls(cu_seqlens, device)
         key, known = (cu_seqlens._version, device), _built.get(cu_seqlens)
         if known is None or known[0] != key:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -12,6 +12,11 @@ from torch import Tensor
 
 from headmax.ops.packing import CHUNK
 from headmax.ops.triton_tiles import cdiv
+
+
+def contiguous(*tensors: Tensor | None) -> list[Any]:
+    """The tensors as kernels take them."""
+    return [None if x is None else x.contiguous() for x in tensors]
 
 
 def dot_precision(dtype: torch.dtype) -> str:
