@@ -434,7 +434,7 @@ def test_the_kernels_of_a_training_graph(name: str, settings: dict[str, Any] | N
     kernels = {"retnet": "turned", "gated_deltanet": "short_conv", "gla": "decayed_attention"}
     for kernel in ("read_out", kernels[name]):
         assert any(kernel in target for target in called), kernel
-    assert sum("split_gates" in target for target in called) == (gates is not None)
+    assert sum(target == "headmax.split_gates.default" for target in called) == (gates is not None)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

@@ -71,8 +71,9 @@ def last_inputs(x: Tensor, width: int, state: Tensor | None, packing: Packing | 
     state = x.new_zeros(sequences, width - 1, x.shape[2]) if state is None else state.to(x.dtype)
     if packing is None:
         return torch.cat([state, x[:, 1 - width :]], dim=1)[:, 1 - width :]
-    row, tokens = _behind(state, x, packing)
-    return row[0, tokens[packing.cu_seqlens[1:] - 1, None] + torch.arange(2 - width, 1, device=x.device)]
+    row, _ = _behind(state, x, packing)
+    ends = packing.cu_seqlens[1:] + (width - 1) * torch.arange(1, sequences + 1, device=x.device)
+    return row[0, ends[:, None] + torch.arange(1 - width, 0, device=x.device)]
 
 
 class ShortConvolution(Initialized):
