@@ -76,12 +76,12 @@ def test_blocks_of_states_half_as_wide_change_no_bit(name: str, kernel: str, key
 @here
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("lengths", [None, (6, 250)], ids=["rows", "packed"])
+@pytest.mark.parametrize("lengths", [None, (0, 6, 0, 250, 0)], ids=["rows", "packed"])
 @pytest.mark.parametrize(("segments", "initial"), [(4, True), (4, False), (2, True)], ids=["four", "from nothing", "halves"])
 def test_segments_of_a_sequence_change_nothing(
     name: str, dtype: torch.dtype, lengths: tuple[int, ...] | None, segments: int, initial: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Packed, some segments of the short sequence are empty."""
+    """Packed, some segments of the short sequence are empty, and so are whole sequences."""
     case = Case(batch=1, time=256, heads=1, key=20, value=24, gates="both", initial_state=initial, lengths=lengths)
     inputs = remembering(name, case, dtype)
     expected = SPECS[name].oracle(inputs)

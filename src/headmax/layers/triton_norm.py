@@ -136,15 +136,8 @@ def _sizes(x: Tensor, swish: Tensor | None = None, read: Tensor | None = None) -
     """Rows, the distance of the swish gate's, and what kernels are specialised to; x is [tokens, heads, width]."""
     tokens, heads, width = x.shape
     tall, columns = _block(width)
-    sizes = {
-        "H": heads,
-        "WIDTH": width,
-        "BR": tall,
-        "BW": columns,
-        "SWISH": swish is not None,
-        "READ": read is not None,
-        "num_warps": WARPS,
-    }
+    sizes = {"H": heads, "WIDTH": width, "BR": tall, "BW": columns, "num_warps": WARPS}
+    sizes |= {"SWISH": swish is not None, "READ": read is not None}
     return tokens * heads, 0 if swish is None else swish.stride(0), sizes
 
 

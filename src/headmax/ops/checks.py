@@ -72,14 +72,16 @@ def check_recurrence(
         check_shape(op, "read_gate", read_gate, "batch, time, heads", (batch, time, out_heads), device)
     if write_gate is not None:
         check_shape(op, "write_gate", write_gate, "batch, time, heads", (batch, time, out_heads), device)
-    packing = None if cu_seqlens is None else check_packing(op, cu_seqlens, batch, time, device)
+    packing = check_packing(op, cu_seqlens, batch, time, device)
     if initial_state is not None:
         count, axes = (batch, "batch") if packing is None else (packing.num_sequences, "sequences")
         check_shape(op, "initial_state", initial_state, f"{axes}, heads, key, value", (count, out_heads, key, value), device)
     return packing
 
 
-def check_packing(op: str, cu_seqlens: Tensor | Packing, batch: int, time: int, device: torch.device) -> Packing:
+def check_packing(op: str, cu_seqlens: Tensor | Packing | None, batch: int, time: int, device: torch.device) -> Packing | None:
+    if cu_seqlens is None:
+        return None
     packing = cu_seqlens if isinstance(cu_seqlens, Packing) else Packing.of(cu_seqlens, device)
     if packing.cu_seqlens.device != device:
         raise ValueError(f"{op}: cu_seqlens is on {packing.cu_seqlens.device}, the inputs on {device}: use Packing.to")

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from headmax.ops.library import define_op
 from headmax.ops.packing import CHUNK, Packing
 from headmax.ops.sequential import split_time
 
@@ -105,12 +107,7 @@ def segments(starts: Tensor, chunks: int) -> list[tuple[slice, int, int]]:
     return [(slice(s, s + 1), bounds[s], bounds[s + 1]) for s in range(len(bounds) - 1)]
 
 
-@torch.library.custom_op("headmax::chunk_scan", mutates_args=())
-def chunk_scan(update: Tensor, decay: Tensor, initial: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-    """S_{n+1} = decay_n S_n + update_n over chunks. Returns the state before each chunk and the last state of each sequence.
-
-    update [batch, chunks, heads, key, value]; decay broadcasts against it ([..., 1 or key, 1]).
-    """
+def scan_forward(update: Tensor, decay: Tensor, initial: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
     states, final = torch.empty_like(update), torch.empty_like(initial)
     for rows, first, end in segments(starts, update.shape[1]):
         state = initial[rows]
@@ -121,13 +118,7 @@ def chunk_scan(update: Tensor, decay: Tensor, initial: Tensor, starts: Tensor) -
     return states, final
 
 
-@chunk_scan.register_fake
-def _(update: Tensor, decay: Tensor, initial: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(update), torch.empty_like(initial)
-
-
-@torch.library.custom_op("headmax::chunk_scan_backward", mutates_args=())
-def _chunk_scan_backward(d_states: Tensor, d_final: Tensor, states: Tensor, decay: Tensor, starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def scan_backward(d_states: Tensor, d_final: Tensor, states: Tensor, decay: Tensor, starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     d_update, d_decay, d_initial = torch.empty_like(states), torch.empty_like(decay), torch.empty_like(d_final)
     summed = [axis for axis in (2, 3) if decay.shape[axis + 1] == 1]
     for rows, first, end in segments(starts, states.shape[1]):
@@ -140,19 +131,32 @@ def _chunk_scan_backward(d_states: Tensor, d_final: Tensor, states: Tensor, deca
     return d_update, d_decay, d_initial
 
 
-@_chunk_scan_backward.register_fake
-def _(d_states: Tensor, d_final: Tensor, states: Tensor, decay: Tensor, starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(states), torch.empty_like(decay), torch.empty_like(d_final)
+_scan = define_op("chunk_scan", scan_forward, lambda update, decay, initial, starts: (torch.empty_like(update), torch.empty_like(initial)))
+_scan_backward = define_op(
+    "chunk_scan_backward",
+    scan_backward,
+    lambda d_states, d_final, states, decay, starts: (torch.empty_like(states), torch.empty_like(decay), torch.empty_like(d_final)),
+)
 
 
-def _save_chunk_scan(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    _, decay, _, starts = inputs
-    ctx.save_for_backward(output[0], decay, starts)
+class ChunkScan(torch.autograd.Function):
+    """See `chunk_scan`. Saves decays and the states."""
+
+    @staticmethod
+    def forward(ctx: Any, update: Tensor, decay: Tensor, initial: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+        states, final = _scan(update, decay, initial, starts)
+        ctx.save_for_backward(states, decay, starts)
+        return states, final
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_states: Tensor, d_final: Tensor) -> tuple[Tensor | None, ...]:
+        return *_scan_backward(d_states, d_final, *ctx.saved_tensors), None
 
 
-def _chunk_scan_gradient(ctx, d_states, d_final):  # type: ignore[no-untyped-def]
-    states, decay, starts = ctx.saved_tensors
-    return *_chunk_scan_backward(d_states, d_final, states, decay, starts), None
+def chunk_scan(update: Tensor, decay: Tensor, initial: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+    """S_{n+1} = decay_n S_n + update_n over chunks. Returns the state before each chunk and the last state of each sequence.
 
-
-chunk_scan.register_autograd(_chunk_scan_gradient, setup_context=_save_chunk_scan)
+    update [batch, chunks, heads, key, value]; decay broadcasts against it ([..., 1 or key, 1]).
+    """
+    return ChunkScan.apply(update, decay, initial, starts)

@@ -42,7 +42,11 @@ def per_sequence(recurrence: Recurrence) -> Recurrence:
             o, state = recurrence(*tokens, scale, initial)
         else:
             pieces = split_time(tokens, packing.cu_seqlens.diff().tolist())
-            outputs = [recurrence(*piece, scale, initial[n : n + 1]) for n, piece in enumerate(pieces)]
+            states = initial.split(1)
+            outputs = [
+                recurrence(*piece, scale, state) if piece[0].shape[1] else (piece[2], state)  # an empty sequence
+                for piece, state in zip(pieces, states, strict=True)
+            ]
             o, state = torch.cat([o for o, _ in outputs], dim=1), torch.cat([state for _, state in outputs])
         return o.to(q.dtype), state
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -12,6 +12,11 @@ from torch import Tensor
 
 from headmax.ops.packing import CHUNK
 from headmax.ops.triton_tiles import cdiv
+
+
+def contiguous(*tensors: Tensor | None) -> list[Any]:
+    """The tensors as kernels take them."""
+    return [None if x is None else x.contiguous() for x in tensors]
 
 
 def dot_precision(dtype: torch.dtype) -> str:
@@ -98,9 +103,9 @@ def sequence_span(sequence, table, starts, T, C: tl.constexpr, PACKED: tl.conste
     if PACKED:
         first_chunk = tl.load(starts + sequence).to(tl.int32)
         chunks = tl.load(starts + sequence + 1).to(tl.int32) - first_chunk
-        last = first_chunk + chunks - 1
-        end = tl.load(table + 2 * last).to(tl.int64) + tl.load(table + 2 * last + 1).to(tl.int64)
-        return first_chunk, chunks, tl.load(table + 2 * first_chunk).to(tl.int64), end
+        last, there = first_chunk + chunks - 1, chunks > 0  # an empty sequence has no row in the table
+        end = tl.load(table + 2 * last, mask=there, other=0).to(tl.int64) + tl.load(table + 2 * last + 1, mask=there, other=0).to(tl.int64)
+        return first_chunk, chunks, tl.load(table + 2 * first_chunk, mask=there, other=0).to(tl.int64), end
     else:
         chunks = tl.cdiv(T, C)
         token = sequence.to(tl.int64) * T

@@ -41,6 +41,7 @@ from headmax.ops.triton_common import (
     Layout,
     causal_mask,
     chunk_span,
+    contiguous,
     decay_matrix,
     decay_rows,
     decay_sums,
@@ -382,9 +383,7 @@ def decayed_attention(
         wide = q.float(), k.float(), v.float()
         o, state = decayed_attention(*wide, log_decay, read_gate, write_gate, scale, initial_state, packing, return_state)
         return o.half(), state
-    q, k, v, log_decay, read_gate, write_gate, initial_state = (
-        None if x is None else x.contiguous() for x in (q, k, v, log_decay, read_gate, write_gate, initial_state)
-    )
+    *given, initial = contiguous(q, k, v, log_decay, read_gate, write_gate, initial_state)
     table, starts = (None, None) if packing is None else packing.chunks(chunk_tokens(q, log_decay))
-    result = DecayedAttention.apply(q, k, v, log_decay, read_gate, write_gate, scale, initial_state, table, starts, return_state)
+    result = DecayedAttention.apply(*given, scale, initial, table, starts, return_state)
     return result if return_state else (result, None)

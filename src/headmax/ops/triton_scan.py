@@ -221,7 +221,7 @@ def begins_shape(keys: Tensor, values: Tensor, layout: Layout, segments: int | N
 
 
 class Scanned(NamedTuple):
-    """What a scan gives; what was not asked for is empty."""
+    """What a scan gives; states and result are None where they were not asked for."""
 
     states: Tensor
     """2^half times the state each chunk begins with (ends with, if reversed) [chunks, H, K, V], in the values' dtype."""
@@ -247,8 +247,8 @@ def scan(
     if begins is None:
         begins = final.new_empty(begins_shape(keys, values, layout, segments))
     segments = len(begins) // runs or 1
-    states = values.new_empty((layout.chunks if store else 0, heads, key, value))
-    result = torch.empty_like(values) if read else values.new_empty(0)
+    states = values.new_empty((layout.chunks, heads, key, value)) if store else None
+    result = torch.empty_like(values) if read else None
     shape = shape_arguments(keys, layout) | {"V": value, "CHANNEL": whole.ndim == 3, "REVERSE": reverse}
 
     def run(begin: Tensor | None, end: Tensor, decays: Tensor, tiles: dict[str, int], *, store: bool, read: bool, last: bool) -> None:
@@ -269,7 +269,7 @@ def scan(
         )  # fmt: skip
     uncut = segments == 1
     run(initial if uncut else begins, final, final, tiles, store=store, read=read, last=uncut)
-    return Scanned(states, result, final, begins)
+    return Scanned(states, result, final, begins)  # type: ignore[arg-type]
 
 
 def combine(readers: Tensor, scores: Tensor, values: Tensor, states: Tensor | None, layout: Layout) -> Tensor:
@@ -285,8 +285,8 @@ def combine(readers: Tensor, scores: Tensor, values: Tensor, states: Tensor | No
 
 
 def scan_and_read(
-    keys: Tensor, readers: Tensor, scores: Tensor, values: Tensor, whole: Tensor, mild: Tensor | None, initial: Tensor | None, layout: Layout,
-    reverse: bool = False,
+    keys: Tensor, readers: Tensor, scores: Tensor, values: Tensor, whole: Tensor, mild: Tensor | None, initial: Tensor | None,
+    layout: Layout, reverse: bool = False,
 ) -> Scanned:  # fmt: skip
     """A scan and what is read out of it, in one kernel where states are small enough. States are stored if `reverse`, else where needed."""
     given = keys, values, whole, mild, initial, layout

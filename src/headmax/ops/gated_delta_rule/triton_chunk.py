@@ -24,6 +24,7 @@ from headmax.ops.triton_common import (
     beside,
     channel_block,
     chunk_span,
+    contiguous,
     decay_matrix,
     decay_rows,
     decay_sums,
@@ -402,7 +403,8 @@ def carry(cut: Tensor, begin: Tensor | None, x: Tensor, sequences: int, reverse:
     launch(
         delta_carry_kernel, (sequences * heads * cdiv(width - key, tiles["BV"]),),
         (cut, cut if begin is None else begin, cut.shape[0] // sequences),
-        {"H": heads, "K": key, "V": width - key, "BEGIN": begin is not None, "REVERSE": reverse, "PRECISION": dot_precision(x.dtype), **tiles},
+        {"H": heads, "K": key, "V": width - key, "BEGIN": begin is not None, "REVERSE": reverse, "PRECISION": dot_precision(x.dtype),
+         **tiles},
     )  # fmt: skip
 
 
@@ -410,7 +412,7 @@ class DeltaScanned(NamedTuple):
     """What a scan gives."""
 
     states: Tensor
-    """The states before every chunk [chunks, H, K, V]; empty if it read out."""
+    """The states before every chunk [chunks, H, K, V]; None if it read out."""
     u: Tensor
     """The writes, or what was read out."""
     final: Tensor
@@ -425,7 +427,8 @@ def delta_scan(
     """Stores all states and writes, or, to `read`, what is read out alone."""
     key, (_, _, heads, value) = written.erase.shape[3], written.fresh.shape
     new, runs, known = written.fresh.new_empty, layout.sequences, cut is not None
-    states, u = new((0 if read else layout.chunks, heads, key, value)), torch.empty_like(written.fresh)
+    states = None if read else new((layout.chunks, heads, key, value))
+    u = torch.empty_like(written.fresh)
     final = new((runs, heads, key, value), dtype=torch.float32)
     if cut is None:
         cut = new(cut_shape(written.erase, written.fresh, layout), dtype=torch.float32)
@@ -447,7 +450,7 @@ def delta_scan(
         run("delta_scan", probe=True)
         carry(cut, initial, u, runs)
     run("delta_read_scan" if read else "delta_scan", probe=False)
-    return DeltaScanned(states, u, final, cut)
+    return DeltaScanned(states, u, final, cut)  # type: ignore[arg-type]
 
 
 def delta_scan_back(
@@ -593,11 +596,7 @@ def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, normalize_qk: bool, read_gate: Tensor | None,
     write_gate: Tensor | None, scale: float, initial_state: Tensor | None, packing: Packing | None, return_state: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    q, k, v, log_decay, beta, read_gate, write_gate, initial = (
-        None if x is None else x.contiguous() for x in (q, k, v, log_decay, beta, read_gate, write_gate, initial_state)
-    )
+    *given, initial = contiguous(q, k, v, log_decay, beta, read_gate, write_gate, initial_state)
     table, starts = (None, None) if packing is None else packing.chunks(CHUNK)
-    result = GatedDeltaRule.apply(
-        q, k, v, log_decay, beta, read_gate, write_gate, scale, initial, table, starts, normalize_qk, return_state
-    )
+    result = GatedDeltaRule.apply(*given, scale, initial, table, starts, normalize_qk, return_state)
     return result if return_state else (result, None)
