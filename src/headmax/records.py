@@ -80,7 +80,16 @@ def current_commit() -> str:
 def append(path: Path, records: Iterable[Record]) -> None:
     """All or none of them, behind those that are there; several processes may share a file."""
     check(path)
-    durable.append(path, "".join(json.dumps(asdict(record)) + "\n" for record in records).encode())
+    durable.append(path, _lines(records))
+
+
+def write(path: Path, records: Iterable[Record]) -> None:
+    """In place of what the file held."""
+    durable.write(path, _lines(records))
+
+
+def _lines(records: Iterable[Record]) -> bytes:
+    return "".join(json.dumps(asdict(record)) + "\n" for record in records).encode()
 
 
 def check(path: Path) -> None:

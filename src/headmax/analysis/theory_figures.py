@@ -34,8 +34,7 @@ def reproduce(folder: Path) -> list[Record]:
         *_read_gate(plt, make, folder),
         *_before_training(make),
     ]
-    (folder / "records.jsonl").unlink(missing_ok=True)
-    records.append(folder / "records.jsonl", made)
+    records.write(folder / "records.jsonl", made)
     return made
 
 

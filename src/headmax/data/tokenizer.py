@@ -114,7 +114,7 @@ def mistral() -> Loaded:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Loaded:
-    """A byte-level BPE of `texts`, which spells any text and puts `<s>` before it."""
+    """A byte-level BPE trained on `texts`. It encodes any text and puts `<s>` before it."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -127,8 +127,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Loaded:
 
 
 def byte_lengths(tokenizer: Tokenizer) -> list[int]:
-    """How many bytes of text each token of a byte-level tokenizer stands for, by its number; special tokens stand for none."""
+    """Bytes of text per token of a byte-level tokenizer, by token id; 0 for special tokens."""
     special = tokenizer.get_added_tokens_decoder()
     names = {number: name for name, number in tokenizer.get_vocab().items()}
-    # Byte-level tokenizers write every byte as one character.
+    # A byte-level tokenizer writes every byte of a token's name as one character.
     return [0 if number in special else len(names[number]) for number in range(len(names))]

@@ -10,8 +10,8 @@ from pathlib import Path
 from headmax import durable, records
 from headmax.analysis.figures import TITLES
 from headmax.demo import code, recall
-from headmax.demo.variants import RECORDS, VARIANTS, mean, seed_scores
-from headmax.demo.verdict import RIVALS, describe, differences
+from headmax.demo.variants import RIVALS, VARIANTS
+from headmax.demo.verdict import RECORDS, Metric, mean_and_range, seed_scores
 from headmax.reproduce.recommend import all_evidence, verdict
 from headmax.reproduce.report import answers
 from headmax.reproduce.results import LOSS, Results, relative, show, told_apart
@@ -196,24 +196,25 @@ def recommended() -> str:
 
 
 def demo() -> str:
-    """What all recorded seeds of the demo gave."""
+    """All recorded seeds of the demo."""
     lines = ["| bits per byte of held-out files, mean (range) over seeds | no gates | gates frozen at 1/H | softmax gates |"]
     lines.append("|---" * 4 + "|")
+    notes = []
     for case, seeds in seed_scores(RECORDS, code.METRIC).items():
-        cells = " | ".join(describe([scores[variant] for scores in seeds]) for variant in VARIANTS)
+        cells = " | ".join(mean_and_range([scores[variant] for scores in seeds]) for variant in VARIANTS)
         lines.append(f"| {case}, {len(seeds)} seeds | {cells} |")
-        below = " and ".join(f"below {NAMES[rival]} in {sum(d < 0 for d in differences(seeds, rival))}" for rival in RIVALS)
-        lines += ["", f"Softmax was {below} of {len(seeds)} seeds; {_source(code.METRIC)}."]
-    return "\n".join(lines)
+        below = " and ".join(f"below {NAMES[rival]} in {code.METRIC.wins(seeds, rival)}" for rival in RIVALS)
+        notes.append(f"Softmax was {below} of {len(seeds)} seeds; {_source(code.METRIC)}.")
+    return "\n".join([*lines, "", *notes])
 
 
 def recall_demo() -> str:
-    """What all recorded seeds of the recall demo gave."""
+    """All recorded seeds of the recall demo."""
     lines = ["| accuracy of associative recall | seeds | " + " | ".join(VARIANTS) + " | softmax above plain | above uniform |"]
     lines.append("|---" * (4 + len(VARIANTS)) + "|")
     for case, seeds in seed_scores(RECORDS, recall.METRIC).items():
-        cells = " | ".join(f"{mean([scores[variant] for scores in seeds]):.3f}" for variant in VARIANTS)
-        above = " | ".join(str(sum(d > 0 for d in differences(seeds, rival))) for rival in RIVALS)
+        cells = " | ".join(f"{statistics.fmean(scores[variant] for scores in seeds):.3f}" for variant in VARIANTS)
+        above = " | ".join(str(recall.METRIC.wins(seeds, rival)) for rival in RIVALS)
         lines.append(f"| {case} | {len(seeds)} | {cells} | {above} |")
     note = f"Held-out accuracy, averaged over training (so that faster learning counts) and over seeds; {_source(recall.METRIC)}."
     return "\n".join([*lines, "", note])
@@ -222,9 +223,9 @@ def recall_demo() -> str:
 NAMES = {"plain": "no gates", "uniform": "frozen gates"}
 
 
-def _source(metric: str) -> str:
-    """The commits, and Python versions where they count, of a demo's records."""
-    found = [r for r in records.read(RECORDS) if r.metric == metric]
+def _source(metric: Metric) -> str:
+    """Commits, and Python versions where they matter, of a demo's records."""
+    found = [r for r in records.read(RECORDS) if r.metric == metric.record]
     versions = dict.fromkeys(r.extra["python"] for r in found if "python" in r.extra)
     return ", ".join([*versions, f"commit {', '.join(dict.fromkeys(r.commit[:7] for r in found))}"])
 
