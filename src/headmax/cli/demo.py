@@ -13,8 +13,8 @@ def demo(seed: int = 0, steps: int = 190, out: OutFolder = Path("runs/demo"), re
     No gates, gates frozen at their mean (the control), softmax gates. See also `headmax demo recall`.
 
     Args:
-        seed: random seed of initialisation, data order and sampling.
-        steps: training steps of each model, of 4,096 tokens; 190 take about a minute on two cores.
+        seed: random seed for initialisation, data order and sampling.
+        steps: training steps of each model, 4,096 tokens each; 190 take about a minute on two cores.
         out: folder for the data, the runs, the picture, the report and the records; rerun to resume.
         record: also append the records to this file.
     """
@@ -35,7 +35,7 @@ def recall(
     """Train three tiny models on associative recall and compare them.
 
     Args:
-        seed: random seed of initialisation and data.
+        seed: random seed for initialisation and data.
         heads: heads of the linear-attention layers.
         pairs: key-value pairs to remember.
         key: width of a head's query and key.
