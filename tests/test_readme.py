@@ -42,8 +42,9 @@ def test_a_newcomer_gets_from_the_clone_to_an_evaluation(tmp_path: Path) -> None
     install, commands = re.findall(r"```\n((?:git clone|headmax data).*?)```", TEXT, flags=re.DOTALL)
     assert all(line in install for line in ("make demo ", "make test "))
     for page in (ROOT / "docs").glob("*.md"):
-        (tmp_path / "corpus").mkdir(exist_ok=True)
-        (tmp_path / "corpus" / f"{page.stem}.txt").write_text(page.read_text())
+        folder = tmp_path / "corpus" / ("valid" if page.stem == "performance" else "train")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{page.stem}.txt").write_text(page.read_text())
     install = install.replace("<repository-url>", shlex.quote(str(ROOT)))
     lines = [line for line in install.splitlines() if not line.startswith("make ")]
     assert lines[0].startswith("git clone ")
