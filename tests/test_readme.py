@@ -30,6 +30,7 @@ def test_its_code_runs() -> None:
     assert scope["output"].loss.isfinite()
 
 
+@pytest.mark.timeout(1800)
 def test_a_newcomer_gets_from_the_clone_to_an_evaluation(tmp_path: Path) -> None:
     """Both shell blocks, line by line, in a clone with an environment of its own; the text is the project's documentation.
 
@@ -58,8 +59,8 @@ def test_a_newcomer_gets_from_the_clone_to_an_evaluation(tmp_path: Path) -> None
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "step 20  validation loss" in done.stdout
     assert "mqar_4" in done.stdout
-    made = ("report.html", "curves/tiny.png", "tiny/model.safetensors", "runs/tiny/summary.json", "eval/records.jsonl")
-    for name in ("headmax/venv/bin/headmax", *made):
+    written = ("report.html", "curves/tiny.png", "tiny/model.safetensors", "runs/tiny/summary.json", "eval/records.jsonl")
+    for name in ("headmax/venv/bin/headmax", *written):
         assert (tmp_path / name).stat().st_size > 0
 
 
