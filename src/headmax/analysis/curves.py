@@ -36,7 +36,7 @@ def gate_entropies(line: Line, gate: str) -> list[float]:
 def digest(run: Path, name: str | None = None) -> Iterator[Record]:
     """What a finished run showed. `name` is what it is called, its folder's name unless given."""
     if not (run / "summary.json").is_file():
-        raise ValueError(f"{run}: no summary.json there; give the --out folder of a headmax train that has ended")
+        raise ValueError(f"{run}: no summary.json, which `headmax train` writes when a run ends; give the --out folder of a finished run")
     summary = durable.read_json(run / "summary.json")
     lines = [line for line in read_lines(run / "metrics.jsonl") if not line["skipped"]]
     made = {"date": summary["date"], "device": summary["device"], "commit": summary["commit"]}

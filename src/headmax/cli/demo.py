@@ -13,7 +13,7 @@ def demo(seed: int = 0, steps: int = 190, out: OutFolder = Path("runs/demo"), re
     One model has no gates, one has gates frozen at their mean (the control), one has softmax gates. See also `headmax demo recall`.
 
     Args:
-        seed: random seed of initialisation, data order and sampling.
+        seed: random seed for initialisation, data order and sampling.
         steps: training steps per model, of 4,096 tokens each; 190 take about a minute on two cores.
         out: folder for data, runs, picture, report and records; rerun to resume, other settings start over.
         record: also append the records to this file.

@@ -14,7 +14,7 @@ COMMA_SEPARATED = "comma-separated"
 
 
 def shown_default(default: str) -> str:
-    return "" if default in ("None", "") else f"(default: {default})"
+    return "" if default in ("None", "", "''") else f"(default: {default})"
 
 
 def metavar(name: str, *aliases: str) -> Any:
@@ -32,38 +32,43 @@ def separated(kind: Callable[[str], Any], name: str) -> Any:
     )
 
 
-def count(text: str) -> int:
+def count(text: str, least: int = 1) -> int:
     """A number of tokens: 500000, 15e9, 0.5M or 15B."""
     scale = {"K": 10**3, "M": 10**6, "B": 10**9}.get(text[-1:].upper(), 1)
     try:
         number = float(text[:-1] if scale > 1 else text) * scale
     except ValueError:
         raise ValueError(f"must be a number such as 500000, 15e9, 0.5M or 15B, got {text!r}") from None
-    if not 1 <= number < 1e18:
-        raise ValueError(f"must be between 1 and 1e18, got {text}")
+    if not least <= number < 1e18:
+        raise ValueError(f"must be between {least} and 1e18, got {text}")
     return round(number)
 
 
-COUNT = PrimitiveConstructorSpec(
-    nargs=1,
-    metavar="TOKENS",
-    instance_from_str=lambda given: count(given[0]),
-    is_instance=lambda value: value is None or isinstance(value, int),
-    str_from_instance=lambda value: [str(value)],
-)
+def counted(least: int) -> Any:
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="TOKENS",
+        instance_from_str=lambda given: count(given[0], least),
+        is_instance=lambda value: value is None or isinstance(value, int),
+        str_from_instance=lambda value: [str(value)],
+    )
+
+
+COUNT, COUNT_OR_ZERO = counted(1), counted(0)
 
 Recipe = Annotated[str, metavar("RECIPE")]
 Checkpoint = Annotated[str, metavar("CHECKPOINT")]
 OptionalCheckpoint = Annotated[str | None, metavar("CHECKPOINT")]
-Device = Annotated[str, metavar("auto|cpu|cuda")]
+Device = Annotated[str, metavar("{auto,cpu,cuda}")]
 Text = Annotated[str | None, metavar("TEXT")]
 Name = Annotated[str | None, metavar("NAME")]
 File = Annotated[Path | None, metavar("FILE")]
 Folder = Annotated[Path | None, metavar("FOLDER")]
 OutFile = Annotated[Path, metavar("FILE")]
 OutFolder = Annotated[Path, metavar("FOLDER")]
-Number = Annotated[int | None, metavar("N")]
-Seconds = Annotated[float | None, metavar("SECONDS")]
+Number = Annotated[int | None, metavar("INT")]
+Seconds = Annotated[float, metavar("SECONDS")]
+OptionalSeconds = Annotated[float | None, metavar("SECONDS")]
 Count = Annotated[int, COUNT, metavar("TOKENS")]
 OptionalCount = Annotated[int | None, COUNT, metavar("TOKENS")]
 Words = Annotated[tuple[str, ...], separated(str, "A,B"), metavar("A,B"), COMMA_SEPARATED]

@@ -37,7 +37,7 @@ def _is(kind: type, value: object) -> bool:
 
 
 class HeadmaxConfig(PreTrainedConfig):
-    """A model of any mixer, with or without head gates. Fields left at None take the mixer's own default."""
+    """A model of any mixer, with or without head gates. What is not given takes the mixer's own default."""
 
     model_type = "headmax"
     keys_to_ignore_at_inference = ["past_key_values"]
@@ -48,48 +48,48 @@ class HeadmaxConfig(PreTrainedConfig):
     hidden_size: int = 1024
     """Width of the residual stream."""
     num_hidden_layers: int = 24
-    """Blocks."""
+    """Number of blocks."""
     num_heads: int = 4
-    """Heads of every mixer."""
+    """Number of heads of every mixer."""
     vocab_size: int = 32_000
-    """Tokens of the vocabulary."""
+    """Size of the vocabulary."""
     head_gate: HeadGateConfig | dict | None = None
     """The softmax over heads; None is the plain backbone."""
     head_k_dim: int | None = None
-    """Width of a head's query and key. Default: hidden_size / heads, half of that for GLA and Gated DeltaNet.
-    In a hybrid it is that of the recurrent layers; attention layers keep hidden_size / heads."""
+    """Width of a head's query and key: hidden_size / heads unless given, half of that for GLA and Gated DeltaNet.
+    In a hybrid this is the width of the recurrent layers; attention layers keep hidden_size / heads."""
     head_v_dim: int | None = None
-    """Width of a head's value. Default: hidden_size / heads, twice that for RetNet."""
+    """Width of a head's value: hidden_size / heads unless given, twice that for RetNet."""
     num_v_heads: int | None = None
-    """More value heads than key heads (Gated DeltaNet)."""
+    """Number of value heads, if more than key heads (Gated DeltaNet)."""
     mlp_ratio: float | None = None
-    """SwiGLU width before the usual two thirds, over hidden_size. Default 4, RetNet 2."""
+    """Width of the SwiGLU layer as a multiple of hidden_size, before the usual factor 2/3: 4 unless given, 2 for RetNet."""
     intermediate_size: int | None = None
-    """SwiGLU width itself; overrides mlp_ratio."""
+    """Width of the SwiGLU layer; overrides mlp_ratio."""
     conv_size: int | None = None
-    """Width of the short convolution on q, k and v; 0 for none. Default: 4 for Gated DeltaNet, none elsewhere."""
+    """Width of the short convolution on q, k and v; 0 for none. Unless given, 4 for Gated DeltaNet and none elsewhere."""
     feature_map: str | None = None
-    """On q and k of linear, RetNet and GLA: "identity" (default), "relu", "elu", "silu", "softmax"."""
+    """Feature map on q and k of linear, RetNet and GLA: "identity" (unless given), "relu", "elu", "silu", "softmax"."""
     output_norm: str = "head"
-    """Norm of the read-out: "head" as the backbones have it, "joint", "none"."""
+    """Norm of the read-out: per head, as in the original backbones; joint over all heads; or none."""
     norm_eps: float = 1e-6
-    """Added to the mean square in every norm."""
+    """Epsilon of every norm, added to the mean square."""
     rotary_base: float = 10_000.0
-    """Base of the rotary positions (RetNet, attention)."""
+    """Base of the rotary position embeddings (RetNet, attention)."""
     initializer_range: float = 0.02
     """Standard deviation of the initial weights."""
     tie_word_embeddings: bool = True
-    """Whether embedding and output layer share their weights."""
+    """Share the weights of embedding and output layer."""
     use_cache: bool = True
-    """Whether the model returns its states for decoding."""
+    """Return the states for decoding."""
     pad_token_id: int | None = None
-    """Token that fills up short sequences."""
+    """Token that pads short sequences."""
     bos_token_id: int | None = 1
-    """Token at the start of a text."""
+    """Token that starts a text."""
     eos_token_id: int | list[int] | None = 2
     """Token that ends a text."""
     backend: str = "auto"
-    """Which implementation of the ops to run."""
+    """Implementation of the ops: "auto", "reference", "chunkwise", "triton" or "fla"."""
 
     def __post_init__(self, **kwargs: Any) -> None:
         fields = {field.name for field in dataclasses.fields(HeadmaxConfig)}

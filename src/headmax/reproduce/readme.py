@@ -160,21 +160,22 @@ def findings() -> str:
     """The three contrasts that a reader asks for first, by backbone."""
     results = Results(records.RESULTS)
     contrasts = {
-        "softmax gates, against no gates": ("softmax", "plain"),
-        "no gates but a smaller output (x 1/H), against no gates": ("uniform-read-after", "plain"),
-        "softmax gates, against gates frozen at 1/H: the competition itself": ("softmax", "uniform"),
+        "softmax gates vs. no gates": ("softmax", "plain"),
+        "no gates, layer output scaled by 1/H, vs. no gates": ("uniform-read-after", "plain"),
+        "softmax gates vs. gates frozen at 1/H: competition alone": ("softmax", "uniform"),
     }
-    lines = [f"| perplexity, % | {' | '.join(TITLES[b] for b in LINEAR)} |", "|---" * (1 + len(LINEAR)) + "|"]
+    lines = [f"| change in perplexity, % | {' | '.join(TITLES[b] for b in LINEAR)} |", "|---" * (1 + len(LINEAR)) + "|"]
     for contrast, (one, other) in contrasts.items():
         differences = [relative(results.paired(LOSS, *comparable(Run(b, one), Run(b, other)))) for b in LINEAR]
         cells = [f"**{show(x, 1, True)}**" if told_apart(x) else show(x, 1, True) for x in differences]
         lines.append(f"| {' | '.join([contrast, *cells])} |")
-    note = "Mean ± standard deviation over three seeds, 37M parameters, 17M tokens; bold: the 95% interval excludes zero."
+    note = "Mean ± standard deviation over three seeds; 36M to 37M parameters, 17M tokens; lower is better.\n"
+    note += "Bold: the 95% interval excludes zero."
     return "\n".join([*lines, "", note])
 
 
 def speed() -> str:
-    """Training steps of one commit beside the peer's."""
+    """Training steps of one commit, and the peer's."""
     recipe, commit = "gdn-340m", "5b63018"
     found = [r for r in records.read(records.RESULTS / "train_h200.jsonl") if r.case == f"{recipe} 4096x8" and r.commit.startswith(commit)]
     values = {(r.impl, r.metric): r for r in found}
