@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from headmax.train.config import ComputeConfig
+from headmax.train.optim import whole
 from headmax.train.parallel import World
 
 
@@ -94,8 +94,3 @@ def diagnose(model: nn.Module, compute: Callable[[], object], world: World) -> s
     found += activations[:1]
     found += [f"the gradients of {len(gradients)} parameters, nearest to the loss {gradients[-1]}"] if gradients else []
     return "not finite: " + ("; ".join(found) or "nothing when computed again")
-
-
-def whole(x: Tensor) -> Tensor:
-    """A tensor that FSDP shares out, put together."""
-    return x.full_tensor() if isinstance(x, DTensor) else x
