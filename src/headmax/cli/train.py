@@ -17,7 +17,7 @@ from headmax import HeadmaxConfig
 from headmax import recipes as book
 from headmax.cli.config_file import config_file, read_config
 from headmax.cli.options import COUNT, File, Folder, Name, OutFolder, Recipe, metavar, shown_default
-from headmax.train import TrainConfig
+from headmax.train import ParallelConfig, TrainConfig
 
 RENAMED = {"token_budget": "tokens", "sequence_length": "length"}
 """Fields of TrainConfig that other commands' options name otherwise; the field's own name goes on working."""
@@ -44,9 +44,22 @@ def train_options(defaults: TrainConfig) -> type:
             marks.append(tyro.conf.arg(help=docs[field.name], help_behavior_hint=shown_default, name=name, aliases=aliases))
         if "token" in field.name:
             marks.append(COUNT)
-        hint = hints[field.name]
-        options.append((field.name, Annotated[(hint, *marks)] if marks else hint, getattr(defaults, field.name)))
+        hint, value = hints[field.name], getattr(defaults, field.name)
+        if field.name == "parallel":
+            hint = parallel_options(value)
+            value = hint()
+        options.append((field.name, Annotated[(hint, *marks)] if marks else hint, value))
     return make_dataclass("Training", options)
+
+
+def parallel_options(defaults: ParallelConfig) -> type:
+    """ParallelConfig as options; 0.1 had --parallel for its strategy."""
+    docs, hints, options = attribute_docs(ParallelConfig), get_type_hints(ParallelConfig), []
+    for field in fields(ParallelConfig):
+        aliases = ("--parallel",) if field.name == "strategy" else None
+        mark = tyro.conf.arg(help=docs[field.name], help_behavior_hint=shown_default, aliases=aliases)
+        options.append((field.name, Annotated[hints[field.name], mark], getattr(defaults, field.name)))
+    return make_dataclass("Parallel", options, namespace={"__doc__": ParallelConfig.__doc__}, frozen=True)
 
 
 def model_options(defaults: HeadmaxConfig) -> type:
@@ -92,7 +105,8 @@ def build_train(arguments: list[str]) -> Callable[..., None]:
         from headmax.train.live import Live
         from headmax.train.trainer import fit
 
-        chosen = replace(book.get(recipe), model=HeadmaxConfig(**vars(model)), train=TrainConfig(**vars(config)))
+        settings = vars(config) | {"parallel": ParallelConfig(**vars(config.parallel))}
+        chosen = replace(book.get(recipe), model=HeadmaxConfig(**vars(model)), train=TrainConfig(**settings))
         if task is not None and task != chosen.task:
             chosen = chosen.on(task)
         if data is not None:

@@ -32,7 +32,7 @@ class NoMemory(RuntimeError):
     def __init__(self, compute: ComputeConfig, error: torch.OutOfMemoryError) -> None:
         ways = f"a smaller --compute.micro-batch ({compute.micro_batch} sequences at once)"
         ways += "" if compute.activation_checkpointing else ", --compute.activation-checkpointing"
-        super().__init__(f"a step does not fit: give {ways}, or on several GPUs --parallel fsdp. {str(error).splitlines()[0]}")
+        super().__init__(f"a step does not fit: give {ways}, or on several GPUs --parallel.strategy fsdp. {str(error).splitlines()[0]}")
 
 
 class Interrupted(Exception):

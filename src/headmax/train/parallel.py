@@ -115,7 +115,7 @@ class Replica:
         compiled = config.compute.compile
         if world.device.type == "cuda" if compiled is None else compiled:
             model.model.compile_blocks()
-        if world.size > 1 and config.parallel == "ddp":
+        if world.size > 1 and config.parallel.strategy == "ddp":
             self.module = DistributedDataParallel(model, gradient_as_bucket_view=True)
         elif world.size > 1:
             # Blocks' matrices travel in what the products compute in, gradients are summed in float32, and autocast alone casts
