@@ -24,7 +24,7 @@ from headmax.models import HeadmaxForCausalLM
 from headmax.records import Record, Recorder
 from headmax.reproduce.runs import Run, runs
 from headmax.reproduce.score import Examiner
-from headmax.train.faults import Interrupted, TrainingError
+from headmax.train.faults import DeviceLost, Interrupted, TrainingError, check_device
 from headmax.train.metrics import Line, read_lines
 from headmax.train.parallel import find_device
 from headmax.train.trainer import fit
@@ -218,9 +218,10 @@ def execute(
                 break
             except TrainingError as error:  # a model that cannot be trained is a result
                 made.append(make(run.name, "headmax", "failed", 1, "runs", run.seed, run=asdict(run), error=str(error)))
-            except (Interrupted, ValueError, OSError):
+            except (Interrupted, DeviceLost, ValueError, OSError):
                 raise
             except Exception:  # not the model's doing, such as no memory left: the others go on, this one another time
+                check_device(place, run.name)
                 say(f"{run.name} seed {run.seed} broke off:\n{traceback.format_exc()}")
                 broken += 1
                 left.pop(0)

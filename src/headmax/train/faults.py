@@ -35,6 +35,21 @@ class NoMemory(RuntimeError):
         super().__init__(f"a step does not fit: give {ways}, or on several GPUs --parallel.strategy fsdp. {str(error).splitlines()[0]}")
 
 
+class DeviceLost(RuntimeError):
+    """The GPU answers this process with errors alone from now on; another process may use it."""
+
+    exit_status = 1
+
+
+def check_device(device: torch.device, during: str) -> None:
+    """DeviceLost where every call to a GPU fails, as after an illegal address or a failed launch, but not after a lack of memory."""
+    if device.type == "cuda":
+        try:
+            torch.cuda.synchronize(device)
+        except RuntimeError as error:
+            raise DeviceLost(f"{during}: {str(error).splitlines()[0]}; what was done is kept, rerun to resume") from error
+
+
 class Interrupted(Exception):
     """A signal asked the run to stop; its state is saved."""
 

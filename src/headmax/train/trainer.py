@@ -24,7 +24,7 @@ from headmax.train import checkpoint
 from headmax.train.checkpoint import Checkpoints
 from headmax.train.config import TrainConfig, decisive, flatten
 from headmax.train.evaluate import balance, evaluate
-from headmax.train.faults import Interrupted, NoMemory, StopSignals, TrainingError, diagnose
+from headmax.train.faults import Interrupted, NoMemory, StopSignals, TrainingError, check_device, diagnose
 from headmax.train.feed import Feed, predicted, to
 from headmax.train.graph import Replayed, ReplayedUpdate
 from headmax.train.loading import CHECKPOINTS, CONFIG, is_run
@@ -52,8 +52,8 @@ def fit(
 
     `tokenizer` is a folder whose tokenizer.json goes with the run; `start` are parameters by name that take the place of random ones;
     `show` gets every step's line of metrics, on the first rank.
-    Raises `Interrupted` after a signal, with all saved, `NoMemory` where a step does not fit, and `TrainingError` where the run cannot go
-    on.
+    Raises `Interrupted` after a signal, with all saved, `NoMemory` where a step does not fit, `DeviceLost` where the GPU fails, and
+    `TrainingError` where the run cannot go on.
     """
     if source.vocab_size > model.vocab_size:
         raise ValueError(f"model.vocab_size is {model.vocab_size}, but the data has {source.vocab_size} tokens: give at least as many")
@@ -72,6 +72,9 @@ def fit(
             raise TrainingError(f"cannot go on with {out}: {error}") from error
         except torch.OutOfMemoryError as error:
             raise NoMemory(config.compute, error) from error
+        except RuntimeError:
+            check_device(world.device, str(out))
+            raise
 
 
 RUN = durable.Owner("a run of headmax train", is_run)
