@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from headmax.analysis import report, style
 from headmax.analysis.gates import encode, trace
-from headmax.analysis.style import pyplot
+from headmax.analysis.style import styled, subplots
 from headmax.data.mqar import MQAR
 from headmax.demo.corpus import Document
 from headmax.demo.variants import COLOURS
@@ -25,17 +25,16 @@ SHOWN = 600
 """Tokens of a file in the report."""
 
 
+@styled()
 def draw(runs: dict[str, Run], task: MQAR, seed: int, path: Path) -> None:
     """Held-out accuracy over training."""
-    plt = pyplot()
-    figure, curve = plt.subplots(figsize=(7, 3.6))
+    figure, curve = subplots(figsize=(7, 3.6))
     for variant, run in runs.items():
         curve.plot(run.steps, run.accuracy, color=COLOURS[variant], label=f"{variant} ({run.accuracy[-1]:.3f})")
     curve.axhline(task.chance, color="black", linestyle=":", linewidth=1, label=f"chance ({task.chance:.3f})")
     curve.set(title=f"Associative recall of {task.num_pairs} pairs, seed {seed}", xlabel="training step", ylabel="accuracy", ylim=(0, 1.02))
     curve.legend()
     style.draw(figure, path)
-    plt.close(figure)
 
 
 def show_gates(model: HeadmaxForCausalLM, task: MQAR, seed: int, path: Path) -> None:
@@ -46,10 +45,10 @@ def show_gates(model: HeadmaxForCausalLM, task: MQAR, seed: int, path: Path) -> 
     report.write(path, [trace(model, ids, names, f"Associative recall with softmax gates, seed {seed}")])
 
 
+@styled()
 def draw_code(results: dict[str, Result], seed: int, path: Path) -> None:
     """Training loss over steps, a running mean, and bits per byte of the held-out files."""
-    plt = pyplot()
-    figure, (curve, dots) = plt.subplots(1, 2, figsize=(9, 3.6), width_ratios=(2, 1))
+    figure, (curve, dots) = subplots(1, 2, figsize=(9, 3.6), width_ratios=(2, 1))
     for variant, result in results.items():
         losses = [line["loss"] for line in result.lines]
         means = [sum(losses[max(0, n - SMOOTH) : n]) / min(n, SMOOTH) for n in range(1, len(losses) + 1)]
@@ -61,7 +60,6 @@ def draw_code(results: dict[str, Result], seed: int, path: Path) -> None:
     dots.set(title="Held-out files", xlabel="bits per byte (lower is better)", ylim=(len(results) - 0.5, -0.7))
     dots.margins(x=0.25)
     style.draw(figure, path)
-    plt.close(figure)
 
 
 def show_code(model: HeadmaxForCausalLM, text: Text, seed: int, path: Path) -> None:
