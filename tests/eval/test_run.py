@@ -29,6 +29,7 @@ from headmax.eval.terminal import Place, run
 from headmax.recipes import get
 from headmax.train.faults import DeviceLost
 from tests.eval.conftest import FILES, make_model, rows
+from tests.process import state
 
 datasets = pytest.importorskip("datasets")
 pytest.importorskip("lm_eval")
@@ -273,6 +274,19 @@ def test_a_lack_of_memory_costs_one_task(tmp_path: Path, monkeypatch: pytest.Mon
     failing, file = FailingScorer(Scorer(make_model("gla")), "CUDA out of memory.", False, monkeypatch), ScoreFile(tmp_path / "s.jsonl")
     assert score(failing, asked, file, lambda *_: None) == ["task second: CUDA out of memory."]
     assert set(file.scores) == {asked[name][0].id for name in ("first", "third")}
+
+
+def test_the_process_stays_as_it_was(tokenizer: PreTrainedTokenizerFast, data_dir: Path) -> None:
+    """The harness's log levels, its templates, and a variable that keeps it from forking."""
+    from lm_eval.utils import env
+
+    evaluation = Evaluation(make_model("gla").config, tokenizer, Settings(data_dir, limit=2))
+    before, from_string = state(), env.from_string
+    asked = evaluation.requests(["piqa"], lambda _: None)
+    scores = {request.id: Score(request.id, -1.0, 1) for request in asked["piqa"]}
+    assert evaluation.metrics(["piqa"], scores, lambda _: None)["piqa"], evaluation.failures
+    assert state() == before
+    assert env.from_string == from_string
 
 
 def test_lengths_too_short_to_read_are_refused(tokenizer: PreTrainedTokenizerFast, data_dir: Path) -> None:

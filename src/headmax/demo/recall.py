@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -49,7 +48,6 @@ def run(*, seed: int, heads: int, pairs: int, key: int, steps: int, out: Path, r
     durable.claim(out, DEMO)
     if record is not None:
         records.check(record)
-    torch.set_num_threads(min(2, torch.get_num_threads()))
     console = Console()
     task = MQAR(num_pairs=pairs, vocab_size=64)
     case = f"mqar pairs={pairs} heads={heads} key={key} steps={steps}"

@@ -21,7 +21,7 @@ from headmax.data.source import Batch, Source
 from headmax.models import HeadmaxConfig, HeadmaxForCausalLM
 from headmax.ops import Packing
 from headmax.train import checkpoint
-from headmax.train.checkpoint import Checkpoints
+from headmax.train.checkpoint import Checkpoints, one_process_is_meant
 from headmax.train.config import TrainConfig, decisive, flatten
 from headmax.train.evaluate import balance, evaluate
 from headmax.train.faults import Interrupted, NoMemory, StopSignals, TrainingError, check_device, diagnose
@@ -59,7 +59,7 @@ def fit(
         raise ValueError(f"model.vocab_size is {model.vocab_size}, but the data has {source.vocab_size} tokens: give at least as many")
     if config.gate_balance > 0 and model.head_gate is None:
         raise ValueError(f"gate_balance is {config.gate_balance}, but the model has no head gates")
-    with join(config.device) as world, sole_run(out, world):
+    with join(config.device) as world, sole_run(out, world), own_randomness(world.device), one_process_is_meant():
         try:
             trainer = Trainer(model, config, source, validation, out, world, start or {}, show or (lambda line: None))
             if tokenizer is not None and world.main:
@@ -94,6 +94,11 @@ def sole_run(out: Path, world: World) -> Iterator[None]:
         if refused := world.share(refused):
             raise ValueError(refused)
         yield
+
+
+def own_randomness(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """The caller's random numbers go on afterwards as if nothing had been drawn."""
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 Moment = torch.cuda.Event | float
