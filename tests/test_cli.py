@@ -12,6 +12,7 @@ import torch
 
 from headmax import records
 from headmax.cli.run import load
+from headmax.train import ParallelConfig, TrainConfig
 from headmax_cli.commands import COMMANDS, FAMILIES, GROUPS
 from tests.command_line import Called, help_texts
 
@@ -151,6 +152,18 @@ def test_options_come_from_a_file_and_the_command_line_wins(tmp_path: Path, call
     assert (seen["model"].num_heads, seen["out"]) == (2, tmp_path / "other")  # type: ignore[attr-defined]
     (tmp_path / "run.yaml").write_text("- a\n- b\n")
     assert "must be a mapping of options to values, got list" in called("train", "--config", str(tmp_path / "run.yaml")).stderr
+
+
+@pytest.mark.parametrize("option", ["--parallel", "--parallel.strategy", "parallel: fsdp", "parallel.strategy: fsdp"])
+def test_the_strategy_has_its_old_option_too(option: str, tmp_path: Path, called: Called, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the command line and in a file of 0.1."""
+    seen: list[TrainConfig] = []
+    monkeypatch.setattr("headmax.train.trainer.fit", lambda model, train, source, out, **_: seen.append(train))
+    (tmp_path / "run.yaml").write_text(option)
+    given = [option, "fsdp"] if option.startswith("--") else ["--config", str(tmp_path / "run.yaml")]
+    done = called("train", "mqar-gla", "--out", str(tmp_path / "run"), *given)
+    assert done.returncode == 0, done.stderr
+    assert seen[0].parallel == ParallelConfig("fsdp")
 
 
 @pytest.mark.parametrize(

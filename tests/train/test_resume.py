@@ -43,6 +43,17 @@ def test_steps_after_the_checkpoint_are_taken_and_written_once(whole: Path, tmp_
     assert losses(tmp_path) == losses(whole)
 
 
+def test_a_run_of_0_1_resumes(whole: Path, tmp_path: Path) -> None:
+    """Its config.json has "parallel": "fsdp" as a string, and so may a caller's TrainConfig."""
+    train(tmp_path, max_steps=8)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["train"]["parallel"] == {"strategy": "ddp"}
+    (tmp_path / "config.json").write_text(json.dumps(written | {"train": written["train"] | {"parallel": "fsdp"}}))
+    load_model(tmp_path)
+    train(tmp_path, max_steps=20, parallel="fsdp")
+    assert losses(tmp_path) == losses(whole)
+
+
 @pytest.mark.parametrize("damage", ["flip", "shorten", "manifest", "remove"])
 def test_a_broken_checkpoint_is_skipped_and_the_one_before_used(damage: str, whole: Path, tmp_path: Path, caplog) -> None:
     train(tmp_path, max_steps=12, checkpoint_every=6)

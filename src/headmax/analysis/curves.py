@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headmax import durable
-from headmax.analysis.style import pyplot, save
+from headmax.analysis.style import save, styled, subplots
 from headmax.records import Record
 from headmax.train.metrics import Line, read_lines
 
@@ -64,12 +64,12 @@ def digest(run: Path, name: str | None = None) -> Iterator[Record]:
             yield record(f"{gate} gate entropy", statistics.fmean(last), "of the most", layers=last, dead=dead, curve=curve)
 
 
+@styled()
 def draw(found: Sequence[Record], folder: Path, name: str) -> list[Path]:
     """Loss, gradient norm, speed and gates of one run, as PNG and SVG."""
     records = {record.metric: record for record in found}
     first = next(iter(records.values()))
-    plt = pyplot()
-    figure, ((loss, norm), (speed, gates)) = plt.subplots(2, 2, figsize=(9, 5.6))
+    figure, ((loss, norm), (speed, gates)) = subplots(2, 2, figsize=(9, 5.6))
 
     def plot(axes: Any, metric: str, label: str | None = None, style: str = "-", of: Callable[[float], float] = float) -> None:
         if metric in records:

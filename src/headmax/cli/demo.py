@@ -43,6 +43,9 @@ def recall(
         out: folder for runs, picture, report and records; rerun to resume, other settings start over.
         record: also append the records to this file.
     """
+    import torch
+
     from headmax.demo.recall import run
 
+    torch.set_num_threads(min(2, torch.get_num_threads()))
     run(seed=seed, heads=heads, pairs=pairs, key=key, steps=steps, out=out, record=record)

@@ -19,6 +19,8 @@ from headmax.cli.options import COUNT, COUNT_OR_ZERO, File, Folder, Name, OutFol
 
 RENAMED = {"token_budget": "tokens", "sequence_length": "length"}
 """Fields with another name on the command line, the same for all commands; the field's own name keeps working."""
+ALIASES = {"strategy": ("--parallel",)}
+"""What 0.1 called the option."""
 COUNTS = {"token_budget": COUNT, "batch_tokens": COUNT, "warmup_tokens": COUNT_OR_ZERO}
 """Fields that may be written as 15B or 15e9."""
 METAVARS = {
@@ -61,7 +63,7 @@ def marks(name: str, doc: str) -> list[Any]:
     text = " ".join(doc.split())
     first = text.split()[0]
     text = text if not first[1:].islower() else first.lower() + text[len(first) :]  # as the options of other commands begin
-    aliases = (f"--{name.replace('_', '-')}",) if name in RENAMED else None
+    aliases = (f"--{name.replace('_', '-')}",) if name in RENAMED else ALIASES.get(name)
     shown, other = METAVARS.get(name), RENAMED.get(name)
     arg: Any = tyro.conf.arg(help=text, help_behavior_hint=shown_default, metavar=shown, name=other, aliases=aliases)
     return [arg, COUNTS[name]] if name in COUNTS else [arg]

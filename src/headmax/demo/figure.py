@@ -21,10 +21,10 @@ REPORTED = 600
 """Tokens of a file in the report."""
 
 
+@style.styled()
 def plot_code(trained: Mapping[str, Trained], bits: Mapping[str, float], seed: int, path: Path) -> None:
     """Training loss, and bits per byte of the held-out files."""
-    plt = style.pyplot()
-    figure, (curve, dots) = plt.subplots(1, 2, figsize=(9, 3.6), width_ratios=(2, 1))
+    figure, (curve, dots) = style.subplots(1, 2, figsize=(9, 3.6), width_ratios=(2, 1))
     for variant, result in trained.items():
         losses = [line["loss"] for line in result.lines]
         means = [sum(losses[max(0, n - SMOOTHED) : n]) / min(n, SMOOTHED) for n in range(1, len(losses) + 1)]
@@ -36,13 +36,12 @@ def plot_code(trained: Mapping[str, Trained], bits: Mapping[str, float], seed: i
     dots.set(title="Held-out files", xlabel="bits per byte (lower is better)", ylim=(len(trained) - 0.5, -0.7))
     dots.margins(x=0.25)
     style.draw(figure, path)
-    plt.close(figure)
 
 
+@style.styled()
 def plot_recall(trained: Mapping[str, Trained], task: MQAR, seed: int, path: Path) -> None:
     """Held-out accuracy over training."""
-    plt = style.pyplot()
-    figure, curve = plt.subplots(figsize=(7, 3.6))
+    figure, curve = style.subplots(figsize=(7, 3.6))
     for variant, result in trained.items():
         steps, accuracies = list(result.accuracies), list(result.accuracies.values())
         curve.plot(steps, accuracies, color=COLOURS[variant], label=f"{variant} ({accuracies[-1]:.3f})")
@@ -50,7 +49,6 @@ def plot_recall(trained: Mapping[str, Trained], task: MQAR, seed: int, path: Pat
     curve.set(title=f"Associative recall of {task.num_pairs} pairs, seed {seed}", xlabel="training step", ylabel="accuracy", ylim=(0, 1.02))
     curve.legend()
     style.draw(figure, path)
-    plt.close(figure)
 
 
 def report_code(model: HeadmaxForCausalLM, text: TokenizedCorpus, seed: int, path: Path) -> None:

@@ -7,12 +7,13 @@ it, manifest last, is on disk.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,15 @@ from headmax.train.restricted import Planner, Reader
 
 logger = logging.getLogger("headmax")
 
-warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # one process is one process
 MANIFEST, PROGRESS, UNFINISHED, BROKEN = "manifest.json", "train.json", ".tmp", ".broken"
+
+
+@contextlib.contextmanager
+def one_process_is_meant() -> Iterator[None]:
+    """Without the warning of torch.distributed.checkpoint that there is no other process. It may come from the thread that writes."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield
 
 
 class Checkpoints:
@@ -114,7 +122,8 @@ def load(folder: Path, state: dict[str, Any], alone: bool, group: dist.ProcessGr
     reader = Reader(folder)
     reader.read_metadata()  # what is wrong with it is then said by itself; dcp.load would wrap it
     try:
-        dcp.load(state, storage_reader=reader, planner=Planner(), process_group=group, no_dist=alone)
+        with one_process_is_meant():
+            dcp.load(state, storage_reader=reader, planner=Planner(), process_group=group, no_dist=alone)
     except CheckpointException as error:
         raise ValueError(f"{folder}: cannot be read: {reason(error).splitlines()[0]}") from error
 

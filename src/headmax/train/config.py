@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 Precision = Literal["bfloat16", "float32"]
 Strategy = Literal["ddp", "fsdp"]
@@ -53,6 +53,18 @@ class ComputeConfig:
     """Keep only the inputs of blocks and recompute the rest in the backward pass."""
     cuda_graph: bool | None = None
     """Run micro-steps as CUDA graphs; unless given, where one process trains on a GPU and the other settings allow it."""
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How several processes share the work."""
+
+    strategy: Strategy = "ddp"
+    """ddp replicates the model; fsdp (FSDP2) shards parameters, gradients and optimizer states."""
+
+    def __post_init__(self) -> None:
+        if self.strategy not in get_args(Strategy):
+            raise ValueError(f"parallel.strategy must be {' or '.join(get_args(Strategy))}, got {self.strategy!r}")
 
 
 @dataclass(frozen=True)
@@ -115,16 +127,18 @@ class TrainConfig:
     """Skip at most this many steps with a NaN or Inf loss or gradient before stopping."""
     device: str = "auto"
     """Where to run; auto takes a GPU if there is one."""
-    parallel: Strategy = "ddp"
-    """How several processes share the work: ddp replicates the model; fsdp (FSDP2) shards parameters, gradients and optimizer states."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     compute: ComputeConfig = field(default_factory=ComputeConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
+        given: Any = self.parallel
+        if isinstance(given, str):  # as in 0.1
+            object.__setattr__(self, "parallel", ParallelConfig(given))  # type: ignore[arg-type]  # it looks itself
         check_numbers(flatten(asdict(self)))
         if self.sequence_length < 2:
             raise ValueError(f"sequence_length must be at least 2, a token to read and one to predict, got {self.sequence_length}")
