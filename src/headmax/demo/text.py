@@ -58,7 +58,7 @@ def make(corpus: Corpus, out: Path, say: Callable[[str], None]) -> Text:
     held = f"{len(corpus.valid)} of them held out, {size(corpus.valid) / 1e6:.1f} MB"
     megabytes = (size(corpus.train) + size(corpus.valid)) / 1e6
     say(f"Text: the standard library of {corpus.version}, {len(corpus.train) + len(corpus.valid)} files, {megabytes:.1f} MB; {held}.")
-    if not (folder / MANIFEST).exists() or json.loads((folder / MANIFEST).read_text()) != summary:
+    if not (folder / MANIFEST).exists() or durable.read_json(folder / MANIFEST) != summary:
         for old in (folder, data):
             shutil.rmtree(old, ignore_errors=True)
         corpus.write(folder)
