@@ -21,7 +21,7 @@ def check(fields: Any, types: Mapping[str, Any], required: set[str], *, others: 
     """ValueError where a field is missing or of another type, or, unless `others` are allowed, unknown."""
     if not isinstance(fields, dict):
         raise ValueError(f"must be a JSON object, got {fields!r:.80}")
-    for name in required:
+    for name in sorted(required):
         if name not in fields:
             raise ValueError(f"{name} is missing")
     for name, value in fields.items():
