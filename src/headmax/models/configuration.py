@@ -150,7 +150,7 @@ class HeadmaxConfig(PreTrainedConfig):
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             value = getattr(self, name)
             several = value if name == "eos_token_id" and isinstance(value, list) else [] if value is None else [value]
-            if not all(_is(int, token) and abs(token) <= LARGEST["vocab_size"] for token in several):
+            if not all(_is(int, token) and abs(token) < 2**63 for token in several):
                 raise ValueError(f"HeadmaxConfig: {name} must be the number of a token or None, got {value!r}")
         if self.pad_token_id is not None and not -self.vocab_size <= self.pad_token_id < self.vocab_size:
             raise ValueError(f"HeadmaxConfig: pad_token_id {self.pad_token_id} is not in the vocabulary of {self.vocab_size}")
