@@ -54,6 +54,11 @@ def is_run(source: str | Path) -> bool:
         return False
 
 
+def is_model(folder: Path) -> bool:
+    """Whether its config.json is that of a headmax model."""
+    return (folder / CONFIG).is_file() and durable.read_json(folder / CONFIG).get("model_type") == HeadmaxConfig.model_type
+
+
 def load_config(source: str | Path) -> HeadmaxConfig:
     """Of a checkpoint; what is none, or another's, is refused in one line."""
     path = find_source(source) / CONFIG
@@ -137,7 +142,8 @@ def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> An
     try:
         if is_run(folder) and has_tokenizer(folder):
             return run_tokenizer(folder / "tokenizer.json", load_config(folder))
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+        ours = {"config": load_config(folder)} if is_model(folder) else {}  # transformers would read all of config.json
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code, **ours)
         encode_text(tokenizer, "a")  # some settings are looked at only then
         return tokenizer
     except Exception as error:  # such as plain Exception for a tokenizer.json that is none
