@@ -169,7 +169,7 @@ def test_what_a_killed_process_left_does_not_block_the_next(tmp_path: Path) -> N
     with pytest.raises(ValueError, match="is not empty: give a new folder"), durable.new_folder(tmp_path / "out"):
         raise AssertionError
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="file/out: cannot be written to: File exists"):
+    with pytest.raises(ValueError, match=r"file/out: cannot be written to: .*file is not a folder"):
         durable.write(tmp_path / "file/out", "x")
 
 

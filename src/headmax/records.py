@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from headmax import durable
+from headmax import durable, fields
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 """Where the repository keeps what was measured."""
@@ -102,8 +102,8 @@ def check(path: Path) -> None:
             first = file.readline()
     try:
         if first:
-            Record(**json.loads(first))
-    except (TypeError, ValueError, RecursionError) as error:
+            fields.build(Record, durable.parse_json(first))
+    except ValueError as error:
         raise ValueError(f"{path}: no file of records; choose another one to append to") from error
 
 
@@ -112,6 +112,6 @@ def read(path: Path) -> Iterator[Record]:
     if path.exists():
         for number, line in enumerate(durable.read_text(path).splitlines(), 1):
             try:
-                yield Record(**json.loads(line))
-            except (TypeError, json.JSONDecodeError) as error:
+                yield fields.build(Record, durable.parse_json(line))
+            except ValueError as error:
                 raise ValueError(f"{path}:{number}: not a record: {error}") from error

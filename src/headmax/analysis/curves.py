@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from headmax import durable
+from headmax import durable, fields
 from headmax.analysis.style import save, styled, subplots
 from headmax.records import Record
-from headmax.train.metrics import Line, read_lines
+from headmax.train.metrics import SUMMARY, Line, read_lines
 
 POINTS = 200
 """Of a curve, at most."""
@@ -38,7 +38,14 @@ def digest(run: Path, name: str | None = None) -> Iterator[Record]:
     if not (run / "summary.json").is_file():
         raise ValueError(f"{run}: no summary.json, which `headmax train` writes when a run ends; give the --out folder of a finished run")
     summary = durable.read_json(run / "summary.json")
-    lines = [line for line in read_lines(run / "metrics.jsonl") if not line["skipped"]]
+    try:
+        fields.check(summary, SUMMARY, set(SUMMARY), others=True)
+    except ValueError as error:
+        raise ValueError(f"{run / 'summary.json'}: not the summary of a run: {error}") from error
+    taken = (line for line in read_lines(run / "metrics.jsonl") if not line["skipped"])
+    lines = [line for line in taken if line["loss"] is not None and line["grad_norm"] is not None]
+    if not lines:
+        raise ValueError(f"{run / 'metrics.jsonl'}: no step there that was not skipped, and nothing to plot")
     made = {"date": summary["date"], "device": summary["device"], "commit": summary["commit"]}
 
     def record(metric: str, value: float, unit: str, **extra: Any) -> Record:

@@ -78,8 +78,10 @@ def kernels(
     from headmax.bench.terminal import line
     from headmax.ops.spec import Case
 
-    at_least(1, batch=batch, length=length, heads=heads, key=key, value=value, rounds=rounds, threads=threads)
+    at_least(1, batch=batch, length=length, heads=heads, key=key, value=value, rounds=rounds, threads=threads, lengths=lengths, limit=limit)
     one_of("ops", ops, OPS)
+    if out is not None:
+        records.check(out)
     device = find_device(device)
     torch.set_num_threads(threads)
     gpu = device.startswith("cuda")
@@ -141,6 +143,9 @@ def train(
         raise ValueError(f"recipe {recipe}: a Transformer has no softmax twin; it is measured beside any other recipe")
     plain = recipe.removeprefix("softmax-")
     find_device("cuda", "headmax bench train")
+    at_least(1, rounds=rounds, limit=limit)
+    if out is not None:
+        records.check(out)
     if not all(re.fullmatch(r"[1-9]\d*x[1-9]\d*", point) for point in grid):
         raise ValueError(f"--grid takes length x batch, such as 4096x8, got {' '.join(grid)}")
     sizes = [tuple(int(n) for n in point.split("x")) for point in grid]
@@ -203,8 +208,11 @@ def decode(
 
     plain = book.get(recipe).name.removeprefix("softmax-")
     device = find_device(device)
-    at_least(1, batches=batches, prompts=prompts, decoded=decoded)
+    at_least(1, batches=batches, prompts=prompts, decoded=decoded, rounds=rounds, limit=limit)
     at_least(2, peer_tokens=peer_tokens)
+    at_least(0, drift=drift)
+    if out is not None:
+        records.check(out)
     groups = ["headmax"] * ours + ["transformer"] * transformer + {"none": [], "fla": ["fla"], "hf": ["generate", "llama"]}[peer]
     sizes = {"batches": batches, "prompts": prompts, "decoded": decoded, "drift": drift, "peer_tokens": peer_tokens, "rounds": rounds}
     kinds = {"dtype": getattr(torch, dtype), "state_dtype": getattr(torch, state_dtype), "device": device}
@@ -251,6 +259,9 @@ def evaluation(
     from headmax.eval.speed import compare
     from headmax.train.loading import load_model, load_tokenizer
 
+    at_least(1, batch_sizes=batch_sizes, rounds=rounds, threads=threads)
+    if out is not None:
+        records.check(out)
     torch.set_num_threads(threads)
     model = load_model(checkpoint, find_device(device), getattr(torch, dtype) if dtype else None)
     with Console().status("loading") as status:
@@ -283,6 +294,7 @@ def tune(
     """
     one_of("ops", ops, OPS)
     one_of("widths", widths, ("narrow", "wide"))
+    at_least(1, processes=processes)
     find_device("cuda", "headmax bench tune")
     from headmax.bench import tune
     from headmax.ops import triton_tiles

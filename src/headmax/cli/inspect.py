@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from headmax.cli.options import Checkpoint, Device, File, OptionalCheckpoint, OutFile, at_least, find_device, metavar
+from headmax.cli.options import TEXT, Checkpoint, Device, File, OptionalCheckpoint, OutFile, at_least, find_device, metavar
 
 
 def inspect(
     checkpoint: Checkpoint,
     /,
-    prompt: Annotated[str | None, metavar("TEXT", "--text")] = None,
+    prompt: Annotated[str | None, TEXT, metavar("TEXT", "--text")] = None,
     file: File = None,
     out: OutFile = Path("report.html"),
     compare: OptionalCheckpoint = None,

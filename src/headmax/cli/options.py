@@ -56,12 +56,30 @@ def counted(least: int) -> Any:
 
 COUNT, COUNT_OR_ZERO = counted(1), counted(0)
 
+
+def utf8(text: str) -> str:
+    """A text given as bytes that are not UTF-8 reaches Python with half surrogate pairs in their place."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"must be UTF-8, got byte 0x{ord(text[error.start]) & 0xFF:02x} at character {error.start}") from None
+    return text
+
+
+TEXT = PrimitiveConstructorSpec(
+    nargs=1,
+    metavar="TEXT",
+    instance_from_str=lambda given: utf8(given[0]),
+    is_instance=lambda value: value is None or isinstance(value, str),
+    str_from_instance=lambda value: [value],
+)
+
 Recipe = Annotated[str, metavar("RECIPE")]
 Checkpoint = Annotated[str, metavar("CHECKPOINT")]
 OptionalCheckpoint = Annotated[str | None, metavar("CHECKPOINT")]
 Device = Annotated[str, metavar("{auto,cpu,cuda}")]
-Text = Annotated[str | None, metavar("TEXT")]
-Name = Annotated[str | None, metavar("NAME")]
+Text = Annotated[str | None, TEXT, metavar("TEXT")]
+Name = Annotated[str | None, TEXT, metavar("NAME")]
 File = Annotated[Path | None, metavar("FILE")]
 Folder = Annotated[Path | None, metavar("FOLDER")]
 OutFile = Annotated[Path, metavar("FILE")]
@@ -82,18 +100,21 @@ def find_device(name: str, needed_by: str = "") -> str:
     return str(find_device(name, f"{needed_by} needs a CUDA GPU" if needed_by else ""))
 
 
-def at_least(least: int, **numbers: int | tuple[int, ...] | None) -> None:
-    """ValueError names the first option that is below; one that was not given is not."""
+def at_least(least: int, **numbers: float | tuple[int, ...] | None) -> None:
+    """ValueError names the first option that is below, or beyond any machine; one that was not given is neither."""
     for name, given in numbers.items():
         several = given if isinstance(given, tuple) else () if given is None else (given,)
-        if any(number < least for number in several):
-            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {','.join(map(str, several))}")
+        if not all(least <= number < 2**40 for number in several):
+            bound = "below 2^40" if any(number >= 2**40 for number in several) else f"at least {least}"
+            raise ValueError(f"--{name.replace('_', '-')} must be {bound}, got {','.join(map(str, several))}")
 
 
 def one_of(option: str, given: tuple[str, ...], known: tuple[str, ...]) -> None:
     """ValueError names the first word that is not known."""
     from headmax.ops.registry import suggest
 
+    if not given:
+        raise ValueError(f"--{option}: give at least one of {', '.join(known)}")
     for word in given:
         if word not in known:
             raise ValueError(f"--{option}: unknown {word!r}{suggest(word, known)}")

@@ -76,6 +76,10 @@ def encode_text(tokenizer: Any, text: str, *, start: bool = True, offsets: bool 
 
     What looks like a control token there, such as "</s>", is spelled out; at the `start` of a text the tokenizer puts those of its own.
     """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"text is not Unicode: half a surrogate pair at character {error.start}; give text in UTF-8") from error
     given = {"return_offsets_mapping": True} if offsets else {}
     return tokenizer(text, add_special_tokens=start, split_special_tokens=True, **given)
 

@@ -52,6 +52,8 @@ class Settings:
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"--limit must be at least 1, got {self.limit}")
+        if self.max_length is not None and self.max_length < 1:
+            raise ValueError(f"--max-length must be at least 1, got {self.max_length}")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"--seed must be in [0, 2^63), got {self.seed}")
 

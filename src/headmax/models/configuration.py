@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, get_args
 
 from transformers import PreTrainedConfig
@@ -92,11 +94,9 @@ class HeadmaxConfig(PreTrainedConfig):
     """Implementation of the ops: "auto", "reference", "chunkwise", "triton" or "fla"."""
 
     def __post_init__(self, **kwargs: Any) -> None:
-        fields = {field.name for field in dataclasses.fields(HeadmaxConfig)}
-        for name in kwargs:  # Hugging Face would keep a misspelt field as an attribute that nothing reads
-            close = [ELSEWHERE[name]] if name in ELSEWHERE else difflib.get_close_matches(name, fields, n=1, cutoff=0.8)
-            if close and not name.endswith("_token_id"):
-                raise ValueError(f"HeadmaxConfig: unknown field {name!r}; did you mean {close[0]!r}?")
+        refuse_misspelt(kwargs)
+        for alias in set(kwargs) & set(self.attribute_map):
+            setattr(self, self.attribute_map[alias], kwargs.pop(alias))
         if isinstance(self.head_gate, dict):
             known = {field.name for field in dataclasses.fields(HeadGateConfig)}
             for name in set(self.head_gate) - known:
@@ -109,13 +109,13 @@ class HeadmaxConfig(PreTrainedConfig):
         self._check_numbers()
         for name, known in (("output_norm", get_args(OutputNormKind)), ("feature_map", FEATURE_MAPS), ("backend", BACKENDS)):
             value = getattr(self, name)
-            if value is not None and value not in known:
+            if value is not None and value not in list(known):
                 raise ValueError(f"HeadmaxConfig: unknown {name} {value!r}{suggest(value, known)}")
         if not isinstance(self.mixer, str | list | tuple):
             raise ValueError(f"HeadmaxConfig: mixer must be a name or a list with one name per layer, got {self.mixer!r}")
         names = [self.mixer] if isinstance(self.mixer, str) else list(self.mixer)
         for name in names:
-            if name not in MIXERS:
+            if name not in list(MIXERS):
                 raise ValueError(f"HeadmaxConfig: unknown mixer {name!r}{suggest(name, MIXERS)}")
         if not isinstance(self.mixer, str) and len(names) != self.num_hidden_layers:
             raise ValueError(f"HeadmaxConfig: mixer lists {len(names)} layers, num_hidden_layers is {self.num_hidden_layers}")
@@ -149,11 +149,8 @@ class HeadmaxConfig(PreTrainedConfig):
                 raise ValueError(f"HeadmaxConfig: {name} must be True or False, got {getattr(self, name)!r}")
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             value = getattr(self, name)
-            if not (
-                value is None
-                or _is(int, value)
-                or (name == "eos_token_id" and isinstance(value, list) and all(_is(int, token) for token in value))
-            ):
+            several = value if name == "eos_token_id" and isinstance(value, list) else [] if value is None else [value]
+            if not all(_is(int, token) and abs(token) < 2**63 for token in several):
                 raise ValueError(f"HeadmaxConfig: {name} must be the number of a token or None, got {value!r}")
         if self.pad_token_id is not None and not -self.vocab_size <= self.pad_token_id < self.vocab_size:
             raise ValueError(f"HeadmaxConfig: pad_token_id {self.pad_token_id} is not in the vocabulary of {self.vocab_size}")
@@ -197,3 +194,26 @@ class HeadmaxConfig(PreTrainedConfig):
         if isinstance(self.head_gate, HeadGateConfig):
             output["head_gate"] = dataclasses.asdict(self.head_gate)
         return output
+
+
+OWN = set(HeadmaxConfig.__annotations__)
+"""Fields that a headmax model depends on."""
+
+
+def refuse_misspelt(names: Iterable[str]) -> None:
+    """Hugging Face would keep a misspelt field as an attribute that nothing reads."""
+    fields = {field.name for field in dataclasses.fields(HeadmaxConfig)}
+    for name in set(names) - fields:
+        close = [ELSEWHERE[name]] if name in ELSEWHERE else difflib.get_close_matches(name, fields, n=1, cutoff=0.8)
+        if close and not name.endswith("_token_id"):
+            raise ValueError(f"HeadmaxConfig: unknown field {name!r}; did you mean {close[0]!r}?")
+
+
+def parse_config(fields: Mapping[str, Any], path: Path) -> HeadmaxConfig:
+    """Of a config.json, read from `path`. What is transformers' own in there is left out: it would set attributes, unchecked."""
+    known = OWN | set(HeadmaxConfig.attribute_map)
+    try:
+        refuse_misspelt(fields)
+        return HeadmaxConfig(**{name: value for name, value in fields.items() if name in known})
+    except ValueError as error:
+        raise ValueError(f"{path}: {' '.join(str(error).split())}") from error

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from headmax import durable
+from headmax import durable, fields
 from headmax.train.config import CheckpointConfig
 from headmax.train.faults import TrainingError
 from headmax.train.parallel import World
@@ -31,6 +31,8 @@ from headmax.train.restricted import Planner, Reader
 logger = logging.getLogger("headmax")
 
 MANIFEST, PROGRESS, UNFINISHED, BROKEN = "manifest.json", "train.json", ".tmp", ".broken"
+POSITION: dict[str, Any] = {"step": int, "skipped": int, "settings": dict[str, dict[str, Any]]}
+"""What a run goes on from, in `PROGRESS`."""
 
 
 @contextlib.contextmanager
@@ -161,7 +163,14 @@ def shapes(folder: Path, part: str) -> dict[str, tuple[int, ...]]:
 
 def progress_of(folder: Path) -> dict[str, Any]:
     """Where the run stood, and its settings."""
-    return durable.read_json(folder / PROGRESS)
+    progress = durable.read_json(folder / PROGRESS)
+    try:
+        fields.check(progress, POSITION, set(POSITION), others=True)
+        if (progress["step"], progress["skipped"] >= 0, set(progress["settings"])) != (step_of(folder), True, {"model", "train", "data"}):
+            raise ValueError("its step or its settings are not this checkpoint's")
+    except ValueError as error:
+        raise ValueError(f"{folder / PROGRESS}: not the position of a run: {error}") from error
+    return progress
 
 
 def fingerprints(folder: Path) -> dict[str, dict[str, Any]]:
@@ -194,4 +203,4 @@ def reason(error: BaseException) -> str:
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
-    return str(cause or error)
+    return str(cause or error) or type(error).__name__

@@ -57,11 +57,12 @@ def fit(
         raise ValueError(f"model.vocab_size is {model.vocab_size}, but the data has {source.vocab_size} tokens: give at least as many")
     if config.gate_balance > 0 and model.head_gate is None:
         raise ValueError(f"gate_balance is {config.gate_balance}, but the model has no head gates")
+    words = None if tokenizer is None else durable.read_text(tokenizer / "tokenizer.json")
     with join(config.device) as world, sole_run(out, world), own_randomness(world.device), one_process_is_meant():
         try:
             trainer = Trainer(model, config, source, validation, out, world, start or {}, show or (lambda line: None))
-            if tokenizer is not None and world.main:
-                durable.write(out / "tokenizer.json", (tokenizer / "tokenizer.json").read_bytes())
+            if words is not None and world.main:
+                durable.write(out / "tokenizer.json", words)
             try:
                 return trainer.run()
             finally:
