@@ -12,6 +12,7 @@ import torch
 
 from headmax import records
 from headmax.cli.run import load
+from headmax.train import ParallelConfig, TrainConfig
 from headmax_cli.commands import COMMANDS, FAMILIES, GROUPS
 from tests.command_line import Called, help_texts
 
@@ -71,6 +72,24 @@ def test_help_of_a_recipe_has_its_defaults(called: Called) -> None:
     assert "--task.num-pairs" in done.stdout
 
 
+def test_help_can_come_first(called: Called) -> None:
+    assert called("help", "curves").stdout == called("curves", "--help").stdout
+
+
+def test_options_of_training_shared_and_nested_are_written_alike(called: Called) -> None:
+    """Counts with a unit, the names of other commands and those of version 0.1; no option says "default: None"."""
+    import yaml
+
+    given = ["--out", "run", "--length", "128", "--batch-tokens", "1024", "--schedule.warmup-tokens", "0", "--optim.lr", "0.1"]
+    done = called("train", "softmax-gla-tiny", *given, "--tokens", "2M", "--dump-config")
+    assert done.returncode == 0, done.stderr
+    options = yaml.safe_load(done.stdout)
+    assert (options["token_budget"], options["sequence_length"], options["schedule"]["warmup_tokens"]) == (2_000_000, 128, 0)
+    older = ["--sequence-length", "128", *given[:2], *given[4:], "--token-budget", "2000000", "--parallel", "ddp"]
+    assert called("train", "softmax-gla-tiny", *older, "--dump-config").stdout == done.stdout
+    assert "None" not in called("train", "--help").stdout
+
+
 def test_version_is_the_packages(called: Called) -> None:
     import headmax
 
@@ -86,13 +105,13 @@ def test_env_says_which_backend_auto_takes_and_why(called: Called, monkeypatch: 
         assert "auto takes chunkwise on cpu; not triton: needs a CUDA device, got cpu" in done.stdout
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh"])
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_knows_commands_and_options(shell: str, called: Called) -> None:
     done = called("--completion", shell)
     assert done.returncode == 0
     for word in ("inspect", "kernels", "max-new-tokens"):
         assert word in done.stdout
-    assert called("--completion", "ksh").stderr == "headmax: --completion needs a shell: bash, zsh, tcsh, fish\n"
+    assert called("--completion", "ksh").stderr == "headmax: --completion needs a shell: bash, zsh, fish\n"
 
 
 def test_a_reader_that_leaves_early_is_no_error() -> None:
@@ -135,6 +154,18 @@ def test_options_come_from_a_file_and_the_command_line_wins(tmp_path: Path, call
     assert "must be a mapping of options to values, got list" in called("train", "--config", str(tmp_path / "run.yaml")).stderr
 
 
+@pytest.mark.parametrize("option", ["--parallel", "--parallel.strategy", "parallel: fsdp", "parallel.strategy: fsdp"])
+def test_the_strategy_has_its_old_option_too(option: str, tmp_path: Path, called: Called, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the command line and in a file of 0.1."""
+    seen: list[TrainConfig] = []
+    monkeypatch.setattr("headmax.train.trainer.fit", lambda model, train, source, out, **_: seen.append(train))
+    (tmp_path / "run.yaml").write_text(option)
+    given = [option, "fsdp"] if option.startswith("--") else ["--config", str(tmp_path / "run.yaml")]
+    done = called("train", "mqar-gla", "--out", str(tmp_path / "run"), *given)
+    assert done.returncode == 0, done.stderr
+    assert seen[0].parallel == ParallelConfig("fsdp")
+
+
 @pytest.mark.parametrize(
     ("arguments", "values"),
     [
@@ -171,6 +202,8 @@ def test_recipes_lists_counts_and_states(called: Called) -> None:
         (["bench", "kernels", "--length", "0"], "--length must be at least 1, got 0"),
         (["bench", "kernels", "--device", "tpu"], "--device tpu: this machine has cpu"),
         (["recipe"], "unknown command 'recipe'; did you mean 'recipes'?"),
+        (["-V"], "unknown option '-V'; see `headmax --help`"),
+        (["plan", "--gpus", "8"], "plan: missing RECIPE (see `headmax plan --help`)"),
         (["generate", "m", "--top-k", "x"], "generate: --top-k must be INT, got 'x' (see `headmax generate --help`)"),
         (["generate", "m", "--promt", "x"], "generate: unknown option --promt, x; did you mean --prompt?"),
         (["generate"], "generate: missing CHECKPOINT"),

@@ -51,15 +51,17 @@ def write(path: Path, content: str | bytes) -> None:
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
     """A file that takes the place of `path` once all of it is written and on disk, and goes if it cannot be."""
-    unfinished = path.with_name(path.name + UNFINISHED)
+    target = Path(os.path.realpath(path))
+    unfinished = target.with_name(target.name + UNFINISHED)
     with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        refuse_special(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
         with _removed_on_failure(unfinished):
             with unfinished.open("wb") as file:
                 yield file
                 sync(file)
-            unfinished.replace(path)
-        sync_folder(path.parent)
+            unfinished.replace(target)
+        sync_folder(target.parent)
 
 
 @contextlib.contextmanager
@@ -85,6 +87,7 @@ def new_folder(out: Path) -> Iterator[Path]:
 def append(path: Path, content: bytes) -> None:
     """All of it behind what is there, or nothing; several processes may share a file."""
     with writing(path):
+        refuse_special(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab", buffering=0) as file:
             with contextlib.suppress(OSError):  # a file system without locks
@@ -146,6 +149,8 @@ class Owner:
 def claim(folder: Path, owner: Owner | None = None) -> None:
     """Raises where a folder holds anything and is not the owner's, before anything is written to it."""
     with writing(folder):
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"{folder}: a file, where a folder is to be written")
         names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
         if not names or (owner is not None and owner.recognises(folder)):
             return
@@ -157,11 +162,21 @@ def claim(folder: Path, owner: Owner | None = None) -> None:
 def refuse_inputs(out: Path, *inputs: Path | None) -> None:
     """Raises where the file to be written is one of those that are read, by whatever name or link."""
     with writing(out):
-        if out.is_dir():
-            raise ValueError(f"{out}: a folder, where a file is to be written")
+        refuse_special(out)
         for path in inputs:
             if path is not None and path.exists() and out.exists() and path.samefile(out):
                 raise ValueError(f"{out}: read and to be written, which would destroy it; choose another file to write")
+
+
+def refuse_special(out: Path) -> None:
+    """Raises where a file cannot be written, such as in place of a folder, a device or a pipe, or below a file."""
+    if out.is_dir():
+        raise ValueError(f"{out}: a folder, where a file is to be written")
+    if out.exists() and not out.is_file():
+        raise ValueError(f"{out}: not a regular file; choose another file to write")
+    above = next(parent for parent in out.absolute().parents if parent.exists())
+    if not above.is_dir():
+        raise ValueError(f"{out}: cannot be written to: {above} is not a folder")
 
 
 @contextlib.contextmanager
@@ -204,12 +219,20 @@ def read_text(path: Path) -> str:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
 
 
+def parse_json(text: str | bytes) -> Any:
+    """What a JSON text holds; ValueError for any that holds nothing, also one nested too deep for Python."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
+
+
 def read_json(path: Path, what: str = "a JSON object") -> dict[str, Any]:
     """The object in a JSON file, which is `what`."""
     text = read_text(path)
     try:
-        fields = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        fields = parse_json(text)
+    except ValueError as error:
         raise ValueError(f"{path}: not {what}: {error}") from error
     if not isinstance(fields, dict):
         raise ValueError(f"{path}: not {what} but a {type(fields).__name__}")

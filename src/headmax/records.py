@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from headmax import durable
+from headmax import durable, fields
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 """Where the repository keeps what was measured."""
@@ -80,7 +80,16 @@ def current_commit() -> str:
 def append(path: Path, records: Iterable[Record]) -> None:
     """All or none of them, behind those that are there; several processes may share a file."""
     check(path)
-    durable.append(path, "".join(json.dumps(asdict(record)) + "\n" for record in records).encode())
+    durable.append(path, _lines(records))
+
+
+def write(path: Path, records: Iterable[Record]) -> None:
+    """In place of what the file held."""
+    durable.write(path, _lines(records))
+
+
+def _lines(records: Iterable[Record]) -> bytes:
+    return "".join(json.dumps(asdict(record)) + "\n" for record in records).encode()
 
 
 def check(path: Path) -> None:
@@ -93,8 +102,8 @@ def check(path: Path) -> None:
             first = file.readline()
     try:
         if first:
-            Record(**json.loads(first))
-    except (TypeError, ValueError, RecursionError) as error:
+            fields.build(Record, durable.parse_json(first))
+    except ValueError as error:
         raise ValueError(f"{path}: no file of records; choose another one to append to") from error
 
 
@@ -103,6 +112,6 @@ def read(path: Path) -> Iterator[Record]:
     if path.exists():
         for number, line in enumerate(durable.read_text(path).splitlines(), 1):
             try:
-                yield Record(**json.loads(line))
-            except (TypeError, json.JSONDecodeError) as error:
+                yield fields.build(Record, durable.parse_json(line))
+            except ValueError as error:
                 raise ValueError(f"{path}:{number}: not a record: {error}") from error

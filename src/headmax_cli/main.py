@@ -11,11 +11,11 @@ from headmax_cli.commands import COMMANDS, FAMILIES, GROUPS, Command, members
 
 USAGE = "usage: headmax COMMAND [OPTIONS]"
 GENERAL = {
-    "-h, --help": "this text; after a command, its options",
-    "--version": "the version of headmax",
-    "--completion SHELL": "print a completion script for bash, zsh, tcsh or fish",
+    "-h, --help": "print this text; after a command, its options",
+    "--version": "print the version",
+    "--completion SHELL": 'print completions for bash, zsh or fish: eval "$(headmax --completion bash)"',
     "--config FILE": "after a command: read its options from a YAML file; options on the command line win",
-    "--dump-config": "after a command: print its options as such a file and stop",
+    "--dump-config": "after a command: print its options as such a YAML file and exit",
     "--debug": "show the traceback of an error",
 }
 
@@ -38,6 +38,8 @@ def run(arguments: list[str]) -> int:
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
     first = arguments[0] if arguments else "--help"
+    if first == "help" and len(arguments) > 1:
+        return run([*arguments[1:], "--help"])
     if first in ("-h", "--help", "help"):
         print(overview())
     elif first == "--version":
@@ -70,12 +72,15 @@ def help_family(first: str, rest: list[str]) -> int:
         lines = "\n".join(f"  {command.name:18} {command.about}" for command in members(first))
         print(f"usage: headmax {first} COMMAND [OPTIONS]\n\n{FAMILIES[first]}\n\n{lines}")
         return 0
+    if first.startswith("-"):
+        print(f"headmax: unknown option {first!r}; see `headmax --help`", file=sys.stderr)
+        return 2
     import difflib
 
     wrong = f"{first} {rest[0]}" if first in FAMILIES else first
     known = [*COMMANDS, *FAMILIES]
     close = difflib.get_close_matches(wrong, known, n=1)
-    hint = f"did you mean {close[0]!r}?" if close else "see headmax --help"
+    hint = f"did you mean {close[0]!r}?" if close else "see `headmax --help`"
     print(f"headmax: unknown command {wrong!r}; {hint}", file=sys.stderr)
     return 2
 
@@ -102,5 +107,5 @@ def overview() -> str:
             shown.setdefault(family, FAMILIES.get(family, command.about))
         lines += [f"  {name:12} {about}" for name, about in shown.items()]
     lines += ["", "Options", *(f"  {option:20} {about}" for option, about in GENERAL.items())]
-    lines += ["", "`headmax COMMAND --help` explains a command."]
+    lines += ["", "Run `headmax COMMAND --help` for the options of a command."]
     return "\n".join(lines)

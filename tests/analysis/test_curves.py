@@ -26,7 +26,7 @@ def test_a_run_becomes_records_and_a_picture(tmp_path: Path, capsys: pytest.Capt
     assert [tokens for tokens, _ in found["validation perplexity"].extra["curve"]] == [1920, 3840, 5760]
     assert len(found["write gate entropy"].extra["layers"]) == 2
     assert found["loss spikes"].commit == summary["commit"]
-    with pytest.raises(ValueError, match=r"no summary.json there; give the --out folder"):
+    with pytest.raises(ValueError, match=r"no summary.json, which `headmax train` writes when a run ends; give the --out folder"):
         curves(tmp_path)
 
 

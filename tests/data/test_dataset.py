@@ -163,13 +163,13 @@ def test_a_damaged_folder_is_refused(folder: Path, tmp_path: Path) -> None:
     ("change", "said"),
     [
         ({"dtype": "float99"}, "dtype is 'float99'"),
-        ({"vocab_size": "many"}, "vocab_size is 'many'"),
-        ({"made_from": 3}, "made_from is 3"),
-        ({"splits": {}}, r"splits is \{\}"),
+        ({"vocab_size": "many"}, "vocab_size must be int, got 'many'"),
+        ({"made_from": 3}, "made_from must be dict, got 3"),
+        ({"splits": {}}, r"train is missing"),
         ({"splits": 3}, "not an index"),
         ({"splits": {"train": [{"name": "../x"}], "valid": []}}, "not an index"),
         ({"name": "../outside/x"}, "'../outside/x' is no name of a file beside it"),
-        ({"tokens": 1.5}, r"tokens=1\.5"),
+        ({"tokens": 1.5}, r"tokens must be int, got 1\.5"),
     ],
 )
 def test_an_index_that_cannot_be(change: dict[str, object], said: str, folder: Path, tmp_path: Path) -> None:

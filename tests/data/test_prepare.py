@@ -215,7 +215,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(ValueError, match="mine: holds other files; choose a new or empty folder"):
         prepare(config, tmp_path / "mine")
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="file: cannot be written to: File exists"):
+    with pytest.raises(ValueError, match="file: a file, where a folder is to be written"):
         prepare(config, tmp_path / "file")
 
 

@@ -7,13 +7,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from transformers import PreTrainedTokenizerFast
 
 from headmax import records
+from headmax.cli.run import explain
 from headmax.eval import requests
 from headmax.eval.names import COMMONSENSE, MQAR, NIAH, expand
 from headmax.eval.requests import Request
@@ -23,7 +27,9 @@ from headmax.eval.scores import Score, ScoreFile, Source
 from headmax.eval.scoring import Scorer
 from headmax.eval.terminal import Place, run
 from headmax.recipes import get
+from headmax.train.faults import DeviceLost
 from tests.eval.conftest import FILES, make_model, rows
+from tests.process import state
 
 datasets = pytest.importorskip("datasets")
 pytest.importorskip("lm_eval")
@@ -226,6 +232,61 @@ def test_a_task_that_cannot_be_scored_is_named_and_the_others_scored(tmp_path: P
     assert failures[0].startswith("task foreign: token 400 is not in the model's vocabulary of 400")
     assert failures[1].startswith("task texts: texts are generated with a tokenizer")
     assert set(file.scores) == {request.id for request in asked["known"]}
+
+
+class FailingScorer:
+    """On a GPU, as it were: its second batch fails, and with it every later call, unless it was only memory that lacked."""
+
+    def __init__(self, scorer: Scorer, error: str, lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.scorer, self.source, self.error, self.lost, self.calls = scorer, scorer.source, error, lost, 0
+        self.model = SimpleNamespace(device=torch.device("cuda"))
+        monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
+
+    def synchronize(self, device: torch.device) -> None:
+        if self.lost:
+            raise RuntimeError(self.error)
+
+    def __call__(self, asked: Iterable[Request]) -> Iterator[list[Score]]:
+        self.calls += 1
+        if self.calls == 2 or (self.lost and self.calls > 2):
+            raise RuntimeError(self.error)
+        yield from self.scorer(asked)
+
+
+def test_a_gpu_that_fails_for_good_ends_the_run_and_keeps_its_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scorer, path = Scorer(make_model("gla")), tmp_path / "s.jsonl"
+    asked = {name: [Request("loglikelihood", (1, n), (2,))] for n, name in enumerate(("first", "second", "third"))}
+    error = "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be asynchronously reported"
+    failing = FailingScorer(scorer, error, True, monkeypatch)
+    with pytest.raises(DeviceLost) as lost:
+        score(failing, asked, ScoreFile(path), lambda *_: None)
+    line = "task second: CUDA error: an illegal memory access was encountered; what was done is kept, rerun to resume"
+    assert explain(lost.value) == (1, line)
+    assert failing.calls == 2
+    kept = ScoreFile(path)
+    assert set(kept.scores) == {asked["first"][0].id}
+    assert score(scorer, asked, kept, lambda *_: None) == []
+    assert len(ScoreFile(path).scores) == 3
+
+
+def test_a_lack_of_memory_costs_one_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {name: [Request("loglikelihood", (1, n), (2,))] for n, name in enumerate(("first", "second", "third"))}
+    failing, file = FailingScorer(Scorer(make_model("gla")), "CUDA out of memory.", False, monkeypatch), ScoreFile(tmp_path / "s.jsonl")
+    assert score(failing, asked, file, lambda *_: None) == ["task second: CUDA out of memory."]
+    assert set(file.scores) == {asked[name][0].id for name in ("first", "third")}
+
+
+def test_the_process_stays_as_it_was(tokenizer: PreTrainedTokenizerFast, data_dir: Path) -> None:
+    """The harness's log levels, its templates, and a variable that keeps it from forking."""
+    from lm_eval.utils import env
+
+    evaluation = Evaluation(make_model("gla").config, tokenizer, Settings(data_dir, limit=2))
+    before, from_string = state(), env.from_string
+    asked = evaluation.requests(["piqa"], lambda _: None)
+    scores = {request.id: Score(request.id, -1.0, 1) for request in asked["piqa"]}
+    assert evaluation.metrics(["piqa"], scores, lambda _: None)["piqa"], evaluation.failures
+    assert state() == before
+    assert env.from_string == from_string
 
 
 def test_lengths_too_short_to_read_are_refused(tokenizer: PreTrainedTokenizerFast, data_dir: Path) -> None:

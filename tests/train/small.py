@@ -17,7 +17,7 @@ import torch
 
 from headmax import HeadGateConfig, HeadmaxConfig, HeadmaxForCausalLM
 from headmax.data.source import Batch
-from headmax.ops import Packing
+from headmax.ops import Packing, gated_delta_rule
 from headmax.train import CheckpointConfig, ComputeConfig, EvalConfig, OptimConfig, ScheduleConfig, TrainConfig
 from headmax.train.checkpoint import finished
 from headmax.train.loading import load_model
@@ -104,6 +104,20 @@ def poisoned(call: int) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def log_decays(number: int) -> Iterator[list[torch.Tensor]]:
+    """The first so many that Gated DeltaNet computes."""
+    seen: list[torch.Tensor] = []
+
+    def watch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor, *others: Any, **options: Any) -> Any:
+        if len(seen) < number:
+            seen.append(log_decay.detach().clone())
+        return gated_delta_rule(q, k, v, log_decay, *others, **options)
+
+    with mock.patch("headmax.layers.mixers.gated_deltanet.gated_delta_rule", watch):
+        yield seen
+
+
 def losses(out: Path) -> list[tuple[int, float, float]]:
     return [(line["step"], line["loss"], line["grad_norm"]) for line in read_lines(out / "metrics.jsonl")]
 
@@ -156,6 +170,9 @@ if __name__ == "__main__":
 
     dist.init_process_group("gloo")
     for plan in json.loads(sys.argv[1]):
-        with poisoned(plan.pop("poison_second_rank", 0) * dist.get_rank()):
-            train(Path(plan.pop("out")), **plan)
+        out, poison, number = Path(plan.pop("out")), plan.pop("poison_second_rank", 0), plan.pop("log_decays", 0)
+        with poisoned(poison * dist.get_rank()), log_decays(number) as seen:
+            train(out, **plan)
+        if number:
+            torch.save(seen, out / f"log-decays-{dist.get_rank()}.pt")
     dist.destroy_process_group()

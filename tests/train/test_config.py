@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from headmax import HeadmaxForCausalLM, recipes
-from headmax.train import OptimConfig, ScheduleConfig, TrainConfig
+from headmax.train import OptimConfig, ParallelConfig, ScheduleConfig, TrainConfig
 from headmax.train.config import decisive
 from headmax.train.feed import Feed, micro_batches, predicted
 from headmax.train.optim import build_optimizer, learning_rate
@@ -57,6 +57,7 @@ def test_weight_decay_is_on_matrices_alone(mixer: str) -> None:
         ({"schedule_final_lr": math.inf}, "schedule.final_lr must be finite, got inf"),
         ({"gate_balance": math.inf}, "gate_balance must be finite, got inf"),
         ({"sequence_length": 1}, "sequence_length must be at least 2, a token to read and one to predict, got 1"),
+        ({"parallel": "zero"}, "parallel.strategy must be ddp or fsdp, got 'zero'"),
         ({"seed": 2**63}, "seed must be at most 1000000000000000000, got 9223372036854775808"),
         ({"compute_cuda_graph": True, "documents": "separate"}, "compute.cuda_graph does not go with documents separate"),
         ({"compute_cuda_graph": True, "compute_activation_checkpointing": True}, "does not go with compute.activation_checkpointing"),
@@ -68,10 +69,15 @@ def test_bad_settings_are_named(change: dict, message: str) -> None:
         train_config(**change)
 
 
+def test_parallel_may_be_the_strategys_name_as_in_0_1() -> None:
+    assert train_config(parallel="fsdp") == train_config(parallel_strategy="fsdp")
+    assert train_config(parallel="fsdp").parallel == ParallelConfig("fsdp")
+
+
 def test_decisive_fields_are_those_that_change_the_result() -> None:
     names = set(decisive(TrainConfig()))
     assert {"seed", "token_budget", "batch_tokens", "optim.lr", "optim.betas", "schedule.warmup_tokens", "compute.precision"} <= names
-    assert not names & {"max_steps", "checkpoint_every", "device", "parallel", "log.wandb", "eval.every", "compute.micro_batch"}
+    assert not names & {"max_steps", "checkpoint_every", "device", "parallel.strategy", "log.wandb", "eval.every", "compute.micro_batch"}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

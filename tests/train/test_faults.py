@@ -16,7 +16,7 @@ from headmax.data.source import Batch
 from headmax.models import HeadmaxForCausalLM
 from headmax.train import trainer
 from headmax.train.checkpoint import finished, problem
-from headmax.train.faults import Interrupted, NoMemory, TrainingError
+from headmax.train.faults import DeviceLost, Interrupted, NoMemory, TrainingError, check_device
 from headmax.train.metrics import Log, read_lines
 from tests.train.small import Walks, checkpoints, command, finish, losses, parameters, poisoned, start, torchrun, train, wait_for_step
 
@@ -121,6 +121,16 @@ def test_a_full_disk_under_the_metrics(tmp_path: Path, monkeypatch: pytest.Monke
         train(tmp_path, max_steps=3)
 
 
+def test_a_gpu_that_fails_for_good_ends_the_run_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure\nmore")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    check_device(torch.device("cpu"), "a run")
+    with pytest.raises(DeviceLost, match=r"^a run: CUDA error: unspecified launch failure; what was done is kept, rerun to resume$"):
+        check_device(torch.device("cuda"), "a run")
+
+
 def test_no_memory_says_what_to_make_smaller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And loses nothing that was saved."""
     train(tmp_path / "whole", max_steps=8)
@@ -136,7 +146,8 @@ def test_no_memory_says_what_to_make_smaller(tmp_path: Path, monkeypatch: pytest
         train(tmp_path / "run", max_steps=8, checkpoint_every=4)
     monkeypatch.undo()
     assert checkpoints(tmp_path / "run") == ["step-00000004"]
-    ways = "a smaller --compute.micro-batch (2 sequences at once), --compute.activation-checkpointing, or on several GPUs --parallel fsdp"
+    ways = "a smaller --compute.micro-batch (2 sequences at once), --compute.activation-checkpointing, "
+    ways += "or on several GPUs --parallel.strategy fsdp"
     assert str(error.value) == f"a step does not fit: give {ways}. CUDA out of memory. Tried to allocate 2.00 GiB."
     train(tmp_path / "run", max_steps=8, compute_activation_checkpointing=True)
     torch.testing.assert_close(parameters(tmp_path / "run"), parameters(tmp_path / "whole"))

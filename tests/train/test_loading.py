@@ -145,6 +145,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "huge": (lambda folder: config(folder, vocab_size=2**24), "must be [16777216, 32]"),
     "types": (lambda folder: config(folder, hidden_size="32"), "hidden_size must be a positive integer, got '32'"),
     "feature map": (lambda folder: config(folder, feature_map={}), "config.json: "),
+    "alias": (lambda folder: config(folder, num_attention_heads="x"), "num_heads must be a positive integer, got 'x'"),
+    "dtype": (lambda folder: weights(folder, **{"model.norm.weight": torch.ones(32, dtype=torch.int32)}), "norm.weight is torch.int32"),
+    "end": (bytes_of("generation_config.json", lambda _: b'{"eos_token_id": [1, "x"]}'), "eos_token_id must be one or more tokens"),
+    "longest": (bytes_of("tokenizer_config.json", lambda _: b'{"model_max_length": "x"}'), "no tokenizer there that transformers can load"),
     "no object": (bytes_of("config.json", lambda _: b"[1]"), "config.json: not a JSON object but a list"),
     "no JSON": (bytes_of("config.json", lambda x: x[:-9]), "config.json: not a JSON object"),
     "no text": (bytes_of("config.json", lambda _: b"\xff\xfe\x00"), "config.json: not UTF-8"),
@@ -162,6 +166,11 @@ def test_a_damaged_folder_is_refused_in_one_line(damage: str, folder: Path, head
     assert len(errors.splitlines()) == 1, errors
     assert str(folder) in errors
     assert said in errors
+
+
+def test_what_is_transformers_own_in_a_config_is_left_out(folder: Path, headmax: Any) -> None:
+    config(folder, num_labels=10**9, text_config=3, _attn_implementation=3, mixer_arguments="x", base_model_tp_plan=3)
+    assert headmax("generate", folder, "--prompt", "w1", "--device", "cpu", "--max-new-tokens", 1)[0] == 0
 
 
 def test_inspect_and_eval_refuse_missing_weights_too(folder: Path, headmax: Any, tmp_path: Path) -> None:

@@ -37,9 +37,21 @@ def test_a_finished_run_stays_as_it_is(whole: Path) -> None:
 
 def test_steps_after_the_checkpoint_are_taken_and_written_once(whole: Path, tmp_path: Path) -> None:
     train(tmp_path, max_steps=8)
+    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": 9, "loss": 0.0, "grad_norm": 0.0}) + '\n{"step": 10, "lo')
+        file.write(json.dumps(last | {"step": 9, "loss": 0.0, "grad_norm": 0.0}) + '\n{"step": 10, "lo')
     train(tmp_path, max_steps=20)
+    assert losses(tmp_path) == losses(whole)
+
+
+def test_a_run_of_0_1_resumes(whole: Path, tmp_path: Path) -> None:
+    """Its config.json has "parallel": "fsdp" as a string, and so may a caller's TrainConfig."""
+    train(tmp_path, max_steps=8)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["train"]["parallel"] == {"strategy": "ddp"}
+    (tmp_path / "config.json").write_text(json.dumps(written | {"train": written["train"] | {"parallel": "fsdp"}}))
+    load_model(tmp_path)
+    train(tmp_path, max_steps=20, parallel="fsdp")
     assert losses(tmp_path) == losses(whole)
 
 

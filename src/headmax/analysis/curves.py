@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from headmax import durable
-from headmax.analysis.style import pyplot, save
+from headmax import durable, fields
+from headmax.analysis.style import save, styled, subplots
 from headmax.records import Record
-from headmax.train.metrics import Line, read_lines
+from headmax.train.metrics import SUMMARY, Line, read_lines
 
 POINTS = 200
 """Of a curve, at most."""
@@ -36,9 +36,16 @@ def gate_entropies(line: Line, gate: str) -> list[float]:
 def digest(run: Path, name: str | None = None) -> Iterator[Record]:
     """What a finished run showed. `name` is what it is called, its folder's name unless given."""
     if not (run / "summary.json").is_file():
-        raise ValueError(f"{run}: no summary.json there; give the --out folder of a headmax train that has ended")
+        raise ValueError(f"{run}: no summary.json, which `headmax train` writes when a run ends; give the --out folder of a finished run")
     summary = durable.read_json(run / "summary.json")
-    lines = [line for line in read_lines(run / "metrics.jsonl") if not line["skipped"]]
+    try:
+        fields.check(summary, SUMMARY, set(SUMMARY), others=True)
+    except ValueError as error:
+        raise ValueError(f"{run / 'summary.json'}: not the summary of a run: {error}") from error
+    taken = (line for line in read_lines(run / "metrics.jsonl") if not line["skipped"])
+    lines = [line for line in taken if line["loss"] is not None and line["grad_norm"] is not None]
+    if not lines:
+        raise ValueError(f"{run / 'metrics.jsonl'}: no step there that was not skipped, and nothing to plot")
     made = {"date": summary["date"], "device": summary["device"], "commit": summary["commit"]}
 
     def record(metric: str, value: float, unit: str, **extra: Any) -> Record:
@@ -64,12 +71,12 @@ def digest(run: Path, name: str | None = None) -> Iterator[Record]:
             yield record(f"{gate} gate entropy", statistics.fmean(last), "of the most", layers=last, dead=dead, curve=curve)
 
 
+@styled()
 def draw(found: Sequence[Record], folder: Path, name: str) -> list[Path]:
     """Loss, gradient norm, speed and gates of one run, as PNG and SVG."""
     records = {record.metric: record for record in found}
     first = next(iter(records.values()))
-    plt = pyplot()
-    figure, ((loss, norm), (speed, gates)) = plt.subplots(2, 2, figsize=(9, 5.6))
+    figure, ((loss, norm), (speed, gates)) = subplots(2, 2, figsize=(9, 5.6))
 
     def plot(axes: Any, metric: str, label: str | None = None, style: str = "-", of: Callable[[float], float] = float) -> None:
         if metric in records:

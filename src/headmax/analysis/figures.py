@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from headmax import records
-from headmax.analysis.style import pyplot, save
+from headmax.analysis.style import save, styled, subplots
 from headmax.records import Record
 
 Lines = dict[str, dict[Any, float]]
@@ -131,13 +131,14 @@ def collect(figure: Figure, found: Sequence[Record]) -> tuple[Lines, str]:
     return lines, "; ".join(devices)
 
 
+@styled()
 def draw(name: str, folder: Path, found: Sequence[Record]) -> list[Path] | None:
     """Writes one figure; None if it has no records."""
     figure = FIGURES[name]
     lines, devices = collect(figure, found)
     if not lines:
         return None
-    picture, axes = pyplot().subplots(figsize=(5.6, 3.4))
+    picture, axes = subplots(figsize=(5.6, 3.4))
     places = list(dict.fromkeys(x for points in lines.values() for x in points))
     if isinstance(places[0], str):
         places.sort(key=lambda size: [int(n) for n in size.split("x")])

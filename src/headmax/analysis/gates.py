@@ -107,6 +107,8 @@ def trace(model: HeadmaxForCausalLM, ids: Tensor, tokens: Sequence[str], name: s
     for index, (pair, mixer) in enumerate(zip(found, model.config.mixers, strict=True)):
         if pair is not None:
             scale = model.model.layers[index].mixer.head_gate.scale
+            if any(gate is not None and not gate.isfinite().all() for gate in pair):
+                raise ValueError(f"{name}: the gates of layer {index} are not finite: the weights hold NaN or infinity, or overflow")
             read, write = (None if gate is None else Gate((gate[0].float() / scale).cpu()) for gate in pair)
             layers.append(Layer(index, mixer, read, write))
     return Trace(name, list(tokens), layers, config.kind, config.read_position)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import io
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,26 +51,31 @@ def require_matplotlib() -> None:
         raise ValueError("pictures need matplotlib: pip install '.[plot]' in a checkout of headmax")
 
 
-def pyplot() -> Any:
-    """matplotlib.pyplot without a window, in this style."""
+@contextlib.contextmanager
+def styled() -> Iterator[None]:
+    """This style, for a block or (as a decorator) for a function that makes and writes figures."""
     require_matplotlib()
     import matplotlib
     from cycler import cycler
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    with matplotlib.rc_context(SETTINGS | {"axes.prop_cycle": cycler(color=COLOURS)}):
+        yield
 
-    plt.rcParams.update(SETTINGS | {"axes.prop_cycle": cycler(color=COLOURS)})
-    return plt
+
+def subplots(rows: int = 1, columns: int = 1, *, figsize: tuple[float, float], **options: Any) -> tuple[Figure, Any]:
+    """A figure and its axes. Without pyplot, which would choose a window for the whole process."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=figsize)
+    return figure, figure.subplots(rows, columns, **options)
 
 
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:
-    """The figure as PNG and SVG, the same bytes each time; it is closed."""
+    """The figure as PNG and SVG, the same bytes each time."""
     durable.claim(folder, PICTURES)
     paths = [folder / durable.file_name(f"{name}.{kind}", "the picture's name") for kind in ("png", "svg")]
     for path in paths:
         draw(figure, path)
-    pyplot().close(figure)
     return paths
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from headmax import records
 from headmax.analysis import theory
-from headmax.analysis.style import pyplot, save
+from headmax.analysis.style import save, styled, subplots
 from headmax.layers import HeadGateConfig
 from headmax.recipes.language import BACKBONES
 from headmax.records import Record, Recorder
@@ -24,24 +23,24 @@ CONSTANTS = {
 LINES = dict(zip(theory.PLACEMENTS, ("-", "--", "-.", ":"), strict=True))
 
 
+@styled()
 def reproduce(folder: Path) -> list[Record]:
     """Writes proposition1, theorem1, theorem2 and read_gate as PNG and SVG, and records.jsonl; returns the records."""
-    plt, make = pyplot(), Recorder("theory", "cpu")
+    make = Recorder("theory", "cpu")
     made = [
-        *_proposition_1(plt, make, folder),
-        *_theorem_1(plt, make, folder),
-        *_theorem_2(plt, make, folder),
-        *_read_gate(plt, make, folder),
+        *_proposition_1(make, folder),
+        *_theorem_1(make, folder),
+        *_theorem_2(make, folder),
+        *_read_gate(make, folder),
         *_before_training(make),
     ]
-    (folder / "records.jsonl").unlink(missing_ok=True)
-    records.append(folder / "records.jsonl", made)
+    records.write(folder / "records.jsonl", made)
     return made
 
 
-def _proposition_1(plt: Any, make: Recorder, folder: Path) -> list[Record]:
+def _proposition_1(make: Recorder, folder: Path) -> list[Record]:
     found = theory.proposition_1()
-    figure, axes = plt.subplots(figsize=(5.2, 3.2))
+    figure, axes = subplots(figsize=(5.2, 3.2))
     for name, weights in found.weights.items():
         label = {"relu": "linear, φ = ReLU (homogeneous)", "elu": "linear, φ = elu + 1 (not homogeneous)"}.get(name, name)
         axes.plot(found.factors, theory.entropy(weights), label=label)
@@ -52,9 +51,9 @@ def _proposition_1(plt: Any, make: Recorder, folder: Path) -> list[Record]:
     return [make(f"proposition 1, {name}", "headmax", "largest change of a weight", found.change(name), "") for name in found.weights]
 
 
-def _theorem_1(plt: Any, make: Recorder, folder: Path) -> list[Record]:
+def _theorem_1(make: Recorder, folder: Path) -> list[Record]:
     found, made = theory.theorem_1(), []
-    figure, axes = plt.subplots(figsize=(5.2, 3.2))
+    figure, axes = subplots(figsize=(5.2, 3.2))
     for name, scores in found.scores.items():
         bits = found.entropy(name)
         axes.plot(found.factors[1:], bits[1:], label=f"{name} → {float(theory.entropy(theory.limit_gate(scores))):.0f} bits")
@@ -68,9 +67,9 @@ def _theorem_1(plt: Any, make: Recorder, folder: Path) -> list[Record]:
     return made
 
 
-def _theorem_2(plt: Any, make: Recorder, folder: Path) -> list[Record]:
+def _theorem_2(make: Recorder, folder: Path) -> list[Record]:
     found, some = theory.theorem_2(), slice(1, None, 4)  # every fourth λ as a point makes a smaller file of the same picture
-    figure, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3.2))
+    figure, (left, right) = subplots(1, 2, figsize=(8.4, 3.2))
     for n in range(32):
         limit = float(found.limit[n])
         colour = {0.0: "#e69f00", 1.0: "#0072b2"}.get(limit, "#7d7f86")
@@ -96,10 +95,10 @@ def _theorem_2(plt: Any, make: Recorder, folder: Path) -> list[Record]:
     ]
 
 
-def _read_gate(plt: Any, make: Recorder, folder: Path) -> list[Record]:
+def _read_gate(make: Recorder, folder: Path) -> list[Record]:
     gates = torch.logspace(-4, 0, 81, dtype=torch.float64)
     marks = torch.tensor([0.01, 0.1, 0.25, 1.0], dtype=torch.float64)
-    figure, axes = plt.subplots(figsize=(5.8, 3.4))
+    figure, axes = subplots(figsize=(5.8, 3.4))
     made = []
     for placement in theory.PLACEMENTS:
         for eps in EPS if placement == theory.PLACEMENTS[0] else EPS[1:2]:

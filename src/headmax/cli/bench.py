@@ -14,6 +14,7 @@ from headmax.cli.options import (
     Folder,
     Number,
     Numbers,
+    OptionalSeconds,
     Recipe,
     Seconds,
     Words,
@@ -40,33 +41,33 @@ def kernels(
     heads: int = 4,
     key: Number = None,
     value: Number = None,
-    dtype: Annotated[Literal["float32", "bfloat16", "float64"] | None, metavar("float32|bfloat16|float64")] = None,
+    dtype: Annotated[Literal["float32", "bfloat16", "float64"] | None, metavar("{float32,bfloat16,float64}")] = None,
     lengths: Numbers = (),
     gates: bool = False,
     rounds: int = 7,
     threads: int = 2,
-    limit: Seconds = None,
+    limit: OptionalSeconds = None,
     out: File = None,
 ) -> None:
-    """Time the ops, forward and backward, beside a peer.
+    """Time the ops, forward and backward, against another library.
 
-    Both are checked against the float64 oracle first.
+    All outputs are first checked against the float64 oracle.
 
     Args:
         device: where to run; auto takes a GPU if there is one.
-        peer: hf is transformers' own chunked gated delta rule, fla is flash-linear-attention.
-        ops: which ops.
-        batch: sequences; 1 on a CPU, 8 on a GPU unless given.
+        peer: what to compare with: hf is transformers' chunked gated delta rule, fla is flash-linear-attention.
+        ops: ops to measure.
+        batch: sequences per batch; 1 on a CPU and 8 on a GPU unless given.
         length: tokens per sequence.
-        heads: heads.
-        key: width of a head's query and key; 128 on a CPU, the 340m recipes' on a GPU unless given.
-        value: width of a head's value; 256 on a CPU, the 340m recipes' on a GPU unless given.
-        dtype: of q, k and v; float32 on a CPU, bfloat16 on a GPU unless given.
-        lengths: more lengths at which to measure time and memory per token.
-        gates: also measure what the gates cost, in at least 50 interleaved pairs.
+        heads: number of heads.
+        key: width of a head's query and key; 128 on a CPU and that of the 340m recipes on a GPU unless given.
+        value: width of a head's value; 256 on a CPU and that of the 340m recipes on a GPU unless given.
+        dtype: precision of q, k and v; float32 on a CPU and bfloat16 on a GPU unless given.
+        lengths: further lengths at which to measure time and memory per token.
+        gates: also measure the gate overhead, in at least 50 interleaved pairs.
         rounds: interleaved repetitions; the median is reported.
         threads: CPU threads.
-        limit: run each op in a process of its own, for at most so many seconds (flash-linear-attention tunes for minutes).
+        limit: run each op in its own process for at most this long (flash-linear-attention tunes for minutes).
         out: append the records to this file.
     """
     import torch
@@ -77,8 +78,10 @@ def kernels(
     from headmax.bench.terminal import line
     from headmax.ops.spec import Case
 
-    at_least(1, batch=batch, length=length, heads=heads, key=key, value=value, rounds=rounds, threads=threads)
+    at_least(1, batch=batch, length=length, heads=heads, key=key, value=value, rounds=rounds, threads=threads, lengths=lengths, limit=limit)
     one_of("ops", ops, OPS)
+    if out is not None:
+        records.check(out)
     device = find_device(device)
     torch.set_num_threads(threads)
     gpu = device.startswith("cuda")
@@ -116,19 +119,19 @@ def train(
     peer: Literal["none", "fla"] = "none",
     grid: Words = ("2048x16", "4096x8", "8192x4", "16384x2"),
     rounds: int = 12,
-    limit: float = 900.0,
+    limit: Seconds = 900.0,
     out: File = None,
 ) -> None:
-    """Time whole training steps on this GPU, beside a peer.
+    """Time whole training steps on this GPU, against another library.
 
-    The plain backbone and its softmax twin run in turns, then a peer, then a Transformer.
+    The plain backbone and its softmax twin take turns; then the other library, then a Transformer.
 
     Args:
-        recipe: which model, by the name of its softmax twin or of its plain backbone.
-        peer: fla measures flash-linear-attention's model, plain, compiled, with bfloat16 parameters, and with gates put on by hand.
-        grid: length x batch.
+        recipe: the model, named by its softmax twin or its plain backbone.
+        peer: what to compare with: fla is flash-linear-attention's model, plain, compiled, in bfloat16, and with gates in PyTorch.
+        grid: sequence lengths x batch sizes.
         rounds: timed steps of each model, interleaved.
-        limit: seconds for each process.
+        limit: time limit of each process.
         out: append the records to this file.
     """
     from headmax import recipes as book
@@ -140,6 +143,9 @@ def train(
         raise ValueError(f"recipe {recipe}: a Transformer has no softmax twin; it is measured beside any other recipe")
     plain = recipe.removeprefix("softmax-")
     find_device("cuda", "headmax bench train")
+    at_least(1, rounds=rounds, limit=limit)
+    if out is not None:
+        records.check(out)
     if not all(re.fullmatch(r"[1-9]\d*x[1-9]\d*", point) for point in grid):
         raise ValueError(f"--grid takes length x batch, such as 4096x8, got {' '.join(grid)}")
     sizes = [tuple(int(n) for n in point.split("x")) for point in grid]
@@ -173,25 +179,25 @@ def decode(
     limit: Seconds = 900.0,
     out: File = None,
 ) -> None:
-    """Time decoding, beside a peer.
+    """Time decoding, against another library.
 
-    The plain backbone and its softmax twin run in turns, then peers, each in a process of its own.
+    The plain backbone and its softmax twin take turns; then the others, each in its own process.
 
     Args:
-        recipe: which model, by the name of its softmax twin or of its plain backbone.
-        peer: fla is flash-linear-attention through generate; hf is the softmax model through generate, compiled, and Llama likewise.
-        batches: sequences at a time.
-        prompts: tokens of context before the timed steps; the first is also the prompt of whole generations.
-        decoded: lengths of whole generations of one text, prompt included.
-        drift: also compare a bfloat16 state with a float32 one over so many given tokens.
+        recipe: the model, named by its softmax twin or its plain backbone.
+        peer: what to compare with, through generate: fla is flash-linear-attention; hf is the softmax model and Llama, both compiled.
+        batches: batch sizes.
+        prompts: context lengths before the timed steps; the first is also the prompt length of whole generations.
+        decoded: total lengths of whole generations of one text, prompt included.
+        drift: also compare a bfloat16 state with a float32 one over this many tokens.
         ours: measure the engine with the recipe's two models.
-        transformer: measure the engine with the Transformer++ of the recipe's size: PyTorch's attention on a static key-value cache.
-        peer_tokens: tokens a peer decodes for each figure.
-        rounds: timed stretches of 32 steps of each model, interleaved.
+        transformer: measure the engine with a Transformer++ of that size (PyTorch attention, static key-value cache).
+        peer_tokens: tokens that a peer decodes per measurement.
+        rounds: interleaved rounds of 32 timed steps of each model.
         device: where to run; auto takes a GPU if there is one.
-        dtype: of the weights.
-        state_dtype: of the recurrent states.
-        limit: seconds for each process.
+        dtype: precision of the weights.
+        state_dtype: precision of the recurrent states.
+        limit: time limit of each process.
         out: append the records to this file.
     """
     import torch
@@ -202,8 +208,11 @@ def decode(
 
     plain = book.get(recipe).name.removeprefix("softmax-")
     device = find_device(device)
-    at_least(1, batches=batches, prompts=prompts, decoded=decoded)
+    at_least(1, batches=batches, prompts=prompts, decoded=decoded, rounds=rounds, limit=limit)
     at_least(2, peer_tokens=peer_tokens)
+    at_least(0, drift=drift)
+    if out is not None:
+        records.check(out)
     groups = ["headmax"] * ours + ["transformer"] * transformer + {"none": [], "fla": ["fla"], "hf": ["generate", "llama"]}[peer]
     sizes = {"batches": batches, "prompts": prompts, "decoded": decoded, "drift": drift, "peer_tokens": peer_tokens, "rounds": rounds}
     kinds = {"dtype": getattr(torch, dtype), "state_dtype": getattr(torch, state_dtype), "device": device}
@@ -223,23 +232,23 @@ def evaluation(
     rounds: int = 3,
     threads: int = 2,
     device: Device = "auto",
-    dtype: Annotated[Literal["float32", "bfloat16"] | None, metavar("float32|bfloat16")] = None,
+    dtype: Annotated[Literal["float32", "bfloat16"] | None, metavar("{float32,bfloat16}")] = None,
     out: File = None,
 ) -> None:
-    """Time evaluation beside lm-evaluation-harness's own Hugging Face class.
+    """Time evaluation against lm-evaluation-harness's own Hugging Face class.
 
-    The same model, in turns.
+    Both run the same model and take turns.
 
     Args:
         checkpoint: a model folder, a run of `headmax train`, or a model on the Hugging Face hub.
-        tasks: tasks of log-likelihoods.
-        data_dir: a folder with the tasks' files; without it they come from the hub.
-        limit: only the first so many documents of each task.
-        batch_sizes: of the harness's class, each measured.
+        tasks: log-likelihood tasks.
+        data_dir: folder with the tasks' files; downloaded from the Hugging Face hub unless given.
+        limit: evaluate only the first documents of each task, this many.
+        batch_sizes: batch sizes of the harness's class, each measured.
         rounds: interleaved repetitions; the median is reported.
         threads: CPU threads.
         device: where to run; auto takes a GPU if there is one.
-        dtype: of the weights; bfloat16 on a GPU, float32 on a CPU unless given.
+        dtype: precision of the weights; bfloat16 on a GPU and float32 on a CPU unless given.
         out: append the records to this file.
     """
     import torch
@@ -250,6 +259,9 @@ def evaluation(
     from headmax.eval.speed import compare
     from headmax.train.loading import load_model, load_tokenizer
 
+    at_least(1, batch_sizes=batch_sizes, rounds=rounds, threads=threads)
+    if out is not None:
+        records.check(out)
     torch.set_num_threads(threads)
     model = load_model(checkpoint, find_device(device), getattr(torch, dtype) if dtype else None)
     with Console().status("loading") as status:
@@ -272,16 +284,17 @@ def tune(
 ) -> None:
     """Find the fastest kernel block sizes on this GPU.
 
-    They go into the table that the kernels read, ops/tiles.json.
+    Writes the table that the kernels read, ops/tiles.json.
 
     Args:
-        ops: which ops.
-        widths: classes of heads, narrow (keys to 128) and wide.
-        processes: how many compile at the same time.
+        ops: ops to measure.
+        widths: classes of head widths: narrow (keys up to 128) and wide.
+        processes: parallel compilations.
         out: write the table to this file instead.
     """
     one_of("ops", ops, OPS)
     one_of("widths", widths, ("narrow", "wide"))
+    at_least(1, processes=processes)
     find_device("cuda", "headmax bench tune")
     from headmax.bench import tune
     from headmax.ops import triton_tiles

@@ -44,19 +44,21 @@ def read_config(path: Path) -> dict[str, Any]:
     """A YAML mapping, nested ones flattened: {"optim": {"lr": 1}} is {"optim.lr": 1}."""
     try:
         content = yaml.safe_load(durable.read_text(path))
+        if not isinstance(content, dict):
+            raise ValueError(f"--config {path}: must be a mapping of options to values, got {type(content).__name__}")
+        return dict(flatten(content))
     except yaml.YAMLError as error:
         raise ValueError(f"--config {path}: not YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"--config {path}: must be a mapping of options to values, got {type(content).__name__}")
+    except RecursionError as error:
+        raise ValueError(f"--config {path}: nested too deep") from error
 
-    def flatten(mapping: dict[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-        for name, value in mapping.items():
-            if isinstance(value, dict):
-                yield from flatten(value, f"{prefix}{name}.")
-            else:
-                yield f"{prefix}{name}", value
 
-    return dict(flatten(content, ""))
+def flatten(mapping: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in mapping.items():
+        if isinstance(value, dict):
+            yield from flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def words(value: Any) -> list[str]:

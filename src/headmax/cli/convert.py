@@ -10,18 +10,18 @@ from headmax.cli.options import metavar
 
 def convert(
     source: Annotated[Path, metavar("SOURCE")],
-    out: Annotated[Path | None, metavar("OUT")] = None,
+    out: Annotated[Path | None, metavar("[OUT]")] = None,
     /,
-    to: Annotated[Literal["headmax", "fla", "hf"] | None, metavar("headmax|fla")] = None,
+    to: Annotated[Literal["headmax", "fla", "hf"] | None, metavar("{headmax,fla}")] = None,
 ) -> None:
     """Turn a run, or a model of flash-linear-attention, into a model folder.
 
-    Weights stay bit for bit.
+    The weights stay the same, bit for bit.
 
     Args:
         source: a run of `headmax train`, or a folder with config.json and safetensors files.
-        out: folder to write, new or empty; SOURCE/hf for a run.
-        to: headmax reads a run, or flash-linear-attention's RetNet, GLA, Gated DeltaNet or Transformer; fla writes them.
+        out: folder to write, new or empty; for a run, SOURCE/hf unless given.
+        to: headmax, the default, reads a run or a RetNet, GLA, Gated DeltaNet or Transformer of flash-linear-attention; fla writes one.
     """
     from headmax.models.convert import from_fla, to_fla
     from headmax.train.export import to_hf

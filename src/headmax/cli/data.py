@@ -27,13 +27,13 @@ def prepare(
     Args:
         inputs: .txt, .jsonl or .parquet files, also .gz, .xz or .zst; folders of them; hf:owner/name[:configuration][@split].
         out: folder to write.
-        valid: inputs to validate on.
-        valid_fraction: or the share of documents to hold out for validation.
+        valid: inputs to validate on, as above.
+        valid_fraction: share of documents to hold out for validation, instead of --valid.
         tokenizer: `mistral`, a tokenizer.json, or a folder with one.
-        document_token: token that starts every document; the tokenizer's own start-of-text token unless given.
+        document_token: token that starts every document; the tokenizer's start-of-text token unless given.
         text_key: field of a JSON line, or column of a table, that holds the text.
         separator: line between two documents of a .txt file.
-        max_tokens: stop at that many training tokens, such as 15B.
+        max_tokens: stop at this many training tokens, such as 15B.
         shard_tokens: tokens per shard.
         workers: encoding processes; one per core unless given.
     """
@@ -73,7 +73,7 @@ def check(folder: Annotated[Path, metavar("FOLDER")], /) -> None:
     """Compare every file of a prepared folder with its checksum.
 
     Args:
-        folder: what `headmax data prepare` wrote.
+        folder: folder that `headmax data prepare` wrote.
     """
     from headmax.data.shards import verify
 

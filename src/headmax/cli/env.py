@@ -19,6 +19,8 @@ def env() -> None:
     from headmax.ops import registry
     from headmax.records import current_commit, describe_device
 
+    commit = current_commit()
+
     def installed(name: str) -> str:
         try:
             return version(name)
@@ -26,7 +28,8 @@ def env() -> None:
             return "not installed"
 
     rows = {name: installed(name) for name in PACKAGES}
-    rows["headmax"] += f" (commit {current_commit()})"
+    if not commit.startswith("v"):
+        rows["headmax"] += f" (commit {commit})"
     rows["torch"] += f" (CUDA {torch.version.cuda or 'none'}, ROCm {torch.version.hip or 'none'})"
     print(f"{'Python':24}{platform.python_version()} on {platform.platform()}")
     for name, text in rows.items():

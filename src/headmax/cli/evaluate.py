@@ -15,7 +15,6 @@ from headmax.cli.options import (
     Number,
     OptionalCheckpoint,
     OptionalCount,
-    Text,
     Words,
     find_device,
     metavar,
@@ -27,11 +26,11 @@ def evaluate(
     /,
     tasks: Words = ("commonsense", "retrieval", "niah", "mqar"),
     data_dir: Folder = None,
-    haystack: Text = None,
+    haystack: Annotated[str | None, metavar("FILE")] = None,
     limit: Number = None,
     out: File = None,
     device: Device = "auto",
-    dtype: Annotated[Literal["float32", "bfloat16", "float16", "float64"] | None, metavar("DTYPE")] = None,
+    dtype: Annotated[Literal["float32", "bfloat16", "float16", "float64"] | None, metavar("{float32,bfloat16,float16,float64}")] = None,
     max_length: Number = None,
     stage: Literal["all", "requests", "score", "metrics"] = "all",
     work: Folder = None,
@@ -45,19 +44,19 @@ def evaluate(
     Args:
         checkpoint: a model folder, a run of `headmax train`, or a model on the Hugging Face hub.
         tasks: tasks, or the groups commonsense, retrieval, niah and mqar.
-        data_dir: folder with the tasks' files; without it they come from the hub.
-        haystack: text to hide needles in: a file, or `generated`; RULER's essays from the hub unless given.
+        data_dir: folder with the tasks' files; downloaded from the Hugging Face hub unless given.
+        haystack: text to hide needles in, a file or `generated`; RULER's essays from the hub unless given.
         limit: evaluate only the first N documents of each task.
         out: append the records to this file; records.jsonl in the work folder unless given.
         device: where to run; auto takes a GPU if there is one.
-        dtype: of the weights: float32, bfloat16, float16 or float64; bfloat16 on a GPU and float32 on a CPU unless given.
-        max_length: longest input in tokens; longer ones are cut, counted and reported. No limit unless given (retrieval: 4096).
+        dtype: precision of the weights; bfloat16 on a GPU and float32 on a CPU unless given.
+        max_length: longest input in tokens; longer ones are cut and counted in the report. No limit unless given, 4096 for retrieval.
         stage: run one stage only; `score` needs nothing but torch, transformers and the work folder.
         work: folder for requests.jsonl and scores.jsonl; runs/eval/MODEL unless given.
-        tokenizer: where the tokenizer is, if not with the model.
+        tokenizer: checkpoint or folder with the tokenizer, if the model has none.
         name: the model's name in records; the recipe's or the folder's unless given.
         batch_tokens: tokens per forward pass; 65,536 on a GPU and 16,384 on a CPU unless given.
-        seed: random seed of needles and recall sequences.
+        seed: random seed for needles and recall sequences.
     """
     from headmax.eval import terminal
     from headmax.eval.run import Settings

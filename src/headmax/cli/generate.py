@@ -27,33 +27,33 @@ def generate(
     save_prefix: File = None,
     tokenizer: OptionalCheckpoint = None,
     device: Device = "auto",
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, metavar("float32|bfloat16|float16")] = None,
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, metavar("{float32,bfloat16,float16}")] = None,
     state_dtype: Literal["float32", "bfloat16"] = "float32",
     max_length: Number = None,
     compile: bool = False,
 ) -> None:
-    """Continue a text, streamed; without a prompt, lines of standard input.
+    """Continue a text and stream the result; without a prompt, read lines from standard input.
 
     Args:
         checkpoint: a model folder, a run of `headmax train`, or a model on the Hugging Face hub.
         prompt: text to continue.
         file: file with the text to continue.
-        max_new_tokens: tokens to generate at most; the model's end-of-text token ends it too.
-        greedy: always take the most likely token.
-        temperature: divides the logits.
-        top_k: keep only the K most likely tokens.
-        top_p: keep only the most likely tokens that together have this probability.
-        min_p: keep only tokens at least this likely, relative to the most likely one.
-        repetition_penalty: above 1, makes tokens that have occurred less likely.
+        max_new_tokens: most tokens to generate; the end-of-text token stops earlier.
+        greedy: always choose the most likely token.
+        temperature: divide the logits by this; below 1 sharpens the distribution.
+        top_k: keep only this many of the most likely tokens.
+        top_p: keep the smallest set of most likely tokens with at least this total probability.
+        min_p: keep only tokens with at least this fraction of the highest probability.
+        repetition_penalty: values above 1 make tokens that have occurred less likely.
         seed: random seed; the same seed gives the same text.
-        stop: string that ends the text; repeat the option for several.
-        prefix: file from --save-prefix: the prompt continues the text read then.
-        save_prefix: read the prompt, save the model's state in this file, and generate nothing.
-        tokenizer: where the tokenizer is, if not with the model.
+        stop: stop at this string; repeat the option for several.
+        prefix: file from --save-prefix; the prompt continues the text it holds.
+        save_prefix: read the prompt, save the model's state to this file and generate nothing.
+        tokenizer: checkpoint or folder with the tokenizer, if the model has none.
         device: where to run; auto takes a GPU if there is one.
-        dtype: of the weights; bfloat16 on a GPU and float32 on a CPU unless given.
-        state_dtype: of the recurrent states.
-        max_length: longest text in tokens; only models with attention layers need it.
+        dtype: precision of the weights; bfloat16 on a GPU and float32 on a CPU unless given.
+        state_dtype: precision of the recurrent states.
+        max_length: longest text in tokens, which only models with attention layers need.
         compile: compile the model first; slower to start, faster per token on a CPU.
     """
     import torch

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from headmax.cli.options import Checkpoint, Device, File, OptionalCheckpoint, OutFile, at_least, find_device, metavar
+from headmax.cli.options import TEXT, Checkpoint, Device, File, OptionalCheckpoint, OutFile, at_least, find_device, metavar
 
 
 def inspect(
     checkpoint: Checkpoint,
     /,
-    prompt: Annotated[str | None, metavar("TEXT", "--text")] = None,
+    prompt: Annotated[str | None, TEXT, metavar("TEXT", "--text")] = None,
     file: File = None,
     out: OutFile = Path("report.html"),
     compare: OptionalCheckpoint = None,
@@ -23,12 +23,12 @@ def inspect(
 
     Args:
         checkpoint: a model folder, a run of `headmax train`, or a model on the Hugging Face hub.
-        prompt: the text.
-        file: file with the text.
+        prompt: text to inspect.
+        file: file with the text to inspect.
         out: HTML file to write; it opens in any browser and needs no network.
-        compare: another model with the same tokenizer, shown beside the first.
-        tokenizer: where the tokenizer is, if not with the model.
-        max_tokens: longer texts are cut there.
+        compare: another model with the same tokenizer, shown alongside.
+        tokenizer: checkpoint or folder with the tokenizer, if the model has none.
+        max_tokens: cut longer texts at this many tokens.
         device: where to run; auto takes a GPU if there is one.
     """
     from rich.console import Console
@@ -53,4 +53,4 @@ def inspect(
     report.write(out, traces)
     tokens = len(traces[0].tokens)
     cut = f", cut at --max-tokens {max_tokens:,}" if tokens == max_tokens else ""
-    print(f"headmax: wrote {out}: {tokens:,} tokens{cut}, {out.stat().st_size / 2**20:.1f} MiB")
+    print(f"headmax: wrote {out}: {tokens:,} tokens{cut}, {out.stat().st_size / 2**10:,.0f} KiB")

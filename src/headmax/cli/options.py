@@ -14,7 +14,7 @@ COMMA_SEPARATED = "comma-separated"
 
 
 def shown_default(default: str) -> str:
-    return "" if default in ("None", "") else f"(default: {default})"
+    return "" if default in ("None", "", "''") else f"(default: {default})"
 
 
 def metavar(name: str, *aliases: str) -> Any:
@@ -32,38 +32,61 @@ def separated(kind: Callable[[str], Any], name: str) -> Any:
     )
 
 
-def count(text: str) -> int:
+def count(text: str, least: int = 1) -> int:
     """A number of tokens: 500000, 15e9, 0.5M or 15B."""
     scale = {"K": 10**3, "M": 10**6, "B": 10**9}.get(text[-1:].upper(), 1)
     try:
         number = float(text[:-1] if scale > 1 else text) * scale
     except ValueError:
         raise ValueError(f"must be a number such as 500000, 15e9, 0.5M or 15B, got {text!r}") from None
-    if not 1 <= number < 1e18:
-        raise ValueError(f"must be between 1 and 1e18, got {text}")
+    if not least <= number < 1e18:
+        raise ValueError(f"must be between {least} and 1e18, got {text}")
     return round(number)
 
 
-COUNT = PrimitiveConstructorSpec(
+def counted(least: int) -> Any:
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="TOKENS",
+        instance_from_str=lambda given: count(given[0], least),
+        is_instance=lambda value: value is None or isinstance(value, int),
+        str_from_instance=lambda value: [str(value)],
+    )
+
+
+COUNT, COUNT_OR_ZERO = counted(1), counted(0)
+
+
+def utf8(text: str) -> str:
+    """A text given as bytes that are not UTF-8 reaches Python with half surrogate pairs in their place."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"must be UTF-8, got byte 0x{ord(text[error.start]) & 0xFF:02x} at character {error.start}") from None
+    return text
+
+
+TEXT = PrimitiveConstructorSpec(
     nargs=1,
-    metavar="TOKENS",
-    instance_from_str=lambda given: count(given[0]),
-    is_instance=lambda value: value is None or isinstance(value, int),
-    str_from_instance=lambda value: [str(value)],
+    metavar="TEXT",
+    instance_from_str=lambda given: utf8(given[0]),
+    is_instance=lambda value: value is None or isinstance(value, str),
+    str_from_instance=lambda value: [value],
 )
 
 Recipe = Annotated[str, metavar("RECIPE")]
 Checkpoint = Annotated[str, metavar("CHECKPOINT")]
 OptionalCheckpoint = Annotated[str | None, metavar("CHECKPOINT")]
-Device = Annotated[str, metavar("auto|cpu|cuda")]
-Text = Annotated[str | None, metavar("TEXT")]
-Name = Annotated[str | None, metavar("NAME")]
+Device = Annotated[str, metavar("{auto,cpu,cuda}")]
+Text = Annotated[str | None, TEXT, metavar("TEXT")]
+Name = Annotated[str | None, TEXT, metavar("NAME")]
 File = Annotated[Path | None, metavar("FILE")]
 Folder = Annotated[Path | None, metavar("FOLDER")]
 OutFile = Annotated[Path, metavar("FILE")]
 OutFolder = Annotated[Path, metavar("FOLDER")]
-Number = Annotated[int | None, metavar("N")]
-Seconds = Annotated[float | None, metavar("SECONDS")]
+Number = Annotated[int | None, metavar("INT")]
+Seconds = Annotated[float, metavar("SECONDS")]
+OptionalSeconds = Annotated[float | None, metavar("SECONDS")]
 Count = Annotated[int, COUNT, metavar("TOKENS")]
 OptionalCount = Annotated[int | None, COUNT, metavar("TOKENS")]
 Words = Annotated[tuple[str, ...], separated(str, "A,B"), metavar("A,B"), COMMA_SEPARATED]
@@ -77,18 +100,21 @@ def find_device(name: str, needed_by: str = "") -> str:
     return str(find_device(name, f"{needed_by} needs a CUDA GPU" if needed_by else ""))
 
 
-def at_least(least: int, **numbers: int | tuple[int, ...] | None) -> None:
-    """ValueError names the first option that is below; one that was not given is not."""
+def at_least(least: int, **numbers: float | tuple[int, ...] | None) -> None:
+    """ValueError names the first option that is below, or beyond any machine; one that was not given is neither."""
     for name, given in numbers.items():
         several = given if isinstance(given, tuple) else () if given is None else (given,)
-        if any(number < least for number in several):
-            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {','.join(map(str, several))}")
+        if not all(least <= number < 2**40 for number in several):
+            bound = "below 2^40" if any(number >= 2**40 for number in several) else f"at least {least}"
+            raise ValueError(f"--{name.replace('_', '-')} must be {bound}, got {','.join(map(str, several))}")
 
 
 def one_of(option: str, given: tuple[str, ...], known: tuple[str, ...]) -> None:
     """ValueError names the first word that is not known."""
     from headmax.ops.registry import suggest
 
+    if not given:
+        raise ValueError(f"--{option}: give at least one of {', '.join(known)}")
     for word in given:
         if word not in known:
             raise ValueError(f"--{option}: unknown {word!r}{suggest(word, known)}")

@@ -33,9 +33,9 @@ def recipes() -> None:
 def plan(
     recipe: Recipe,
     /,
-    gpu: str = "h100",
+    gpu: Annotated[str, metavar("GPU")] = "h100",
     gpus: int = 8,
-    parallel: Annotated[Literal["ddp", "fsdp"] | None, metavar("ddp|fsdp")] = None,
+    parallel: Annotated[Literal["ddp", "fsdp"] | None, metavar("{ddp,fsdp}")] = None,
     tokens: OptionalCount = None,
     length: Number = None,
     batch_tokens: OptionalCount = None,
@@ -43,9 +43,9 @@ def plan(
     """Estimate memory, step time, days and GPU-hours of a training run.
 
     Args:
-        recipe: which model; `headmax recipes` lists them.
-        gpu: which card, such as a100, h100, h200, h20, b200.
-        gpus: how many; the table has other numbers too.
+        recipe: the model to train; `headmax recipes` lists them.
+        gpu: which GPU, such as a100, h100, h200, h20 or b200.
+        gpus: number of GPUs; the table shows other numbers too.
         parallel: ddp copies the model to every GPU, fsdp shards it; both unless given.
         tokens: training tokens, such as 15e9 or 15B; the recipe's unless given.
         length: tokens per sequence; the recipe's unless given.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
+
+from headmax.cli.options import Device, File, Folder, OutFile, OutFolder, Seconds, metavar
 
 Part = Literal["rates", "language", "placement", "after", "heads", "scaling", "gate-rates", "recall-rates", "recall", "recall-gate-rates"]
 
@@ -13,11 +15,11 @@ PAGES = (Path("README.md"), Path("docs/training.md"), Path("docs/performance.md"
 """Those with generated sections."""
 
 
-def readme(paths: tuple[Path, ...] = PAGES) -> None:
+def readme(paths: Annotated[tuple[Path, ...], metavar("FILE [FILE ...]")] = PAGES) -> None:
     """Render the generated sections of the README and the docs.
 
     Args:
-        paths: the files whose generated sections are rewritten.
+        paths: files with generated sections to render.
     """
     from headmax.reproduce.readme import update
 
@@ -25,17 +27,17 @@ def readme(paths: tuple[Path, ...] = PAGES) -> None:
 
 
 def tables(
-    records: tuple[Path, ...] = (),
-    scale: str = "340m",
+    records: Annotated[tuple[Path, ...], metavar("FILE [FILE ...]")] = (),
+    scale: Annotated[str, metavar("NAME")] = "340m",
     form: Literal["markdown", "latex"] = "markdown",
-    out: Path | None = None,
+    out: File = None,
 ) -> None:
-    """Render the paper's three tables beside our own results.
+    """Render the paper's three tables with our own results.
 
     Args:
         records: files with records of `headmax eval`; the repository's own unless given.
-        scale: which models are ours: those whose recipe or name ends with it.
-        form: Markdown or LaTeX.
+        scale: take our models of this scale, by the end of their names.
+        form: output format.
         out: write to this file instead of standard output.
     """
     from headmax import durable
@@ -48,11 +50,11 @@ def tables(
         durable.write(out, text)
 
 
-def theory(out: Path = Path("runs/theory")) -> None:
+def theory(out: OutFolder = Path("runs/theory")) -> None:
     """Run the paper's proposition and theorems as experiments.
 
     Args:
-        out: where they go.
+        out: folder for the figures.
     """
     from headmax.analysis.theory_figures import reproduce
 
@@ -62,12 +64,12 @@ def theory(out: Path = Path("runs/theory")) -> None:
     print(f"headmax: wrote {out}")
 
 
-def figures(out: Path = Path("runs/figures"), results: Path | None = None) -> None:
+def figures(out: OutFolder = Path("runs/figures"), results: Folder = None) -> None:
     """Draw the paper's figures from records.
 
     Args:
-        out: where they go.
-        results: a folder with records (.jsonl); those of the repository unless given.
+        out: folder for the figures.
+        results: folder with records (.jsonl); the repository's own unless given.
     """
     from headmax import records
     from headmax.analysis import figures
@@ -76,13 +78,13 @@ def figures(out: Path = Path("runs/figures"), results: Path | None = None) -> No
         print(line)
 
 
-def prepare(data: Path, /, eval_data: Path, haystack: Path) -> None:
+def prepare(data: OutFolder, /, eval_data: OutFolder, haystack: OutFile) -> None:
     """Prepare requests and needles for machines without lm-eval.
 
     Args:
-        data: the folder that `headmax data prepare` wrote.
-        eval_data: the folder with the tasks' files.
-        haystack: the text that needles are hidden in.
+        data: folder that `headmax data prepare` wrote.
+        eval_data: folder with the tasks' files.
+        haystack: text to hide needles in.
     """
     from rich.console import Console
 
@@ -95,23 +97,24 @@ def prepare(data: Path, /, eval_data: Path, haystack: Path) -> None:
 
 
 def run(
-    parts: tuple[Part, ...],
+    parts: Annotated[tuple[Part, ...], metavar("PART [PART ...]")],
     /,
-    out: Path,
-    data: Path | None = None,
-    budget_seconds: float = float("inf"),
-    share: str = "0/1",
-    device: str | None = None,
+    out: OutFolder,
+    data: Folder = None,
+    budget_seconds: Seconds = float("inf"),
+    share: Annotated[str, metavar("I/N")] = "0/1",
+    device: Device = "auto",
 ) -> None:
-    """Train and examine the models of some parts of the reproduction.
+    """Train and evaluate the models of some parts of the reproduction.
 
     Args:
-        parts: rates and recall-rates choose the learning rates that the others need.
-        out: the folder for records.jsonl and scores.jsonl.gz; called again, it goes on there.
-        data: the folder that `headmax reproduce prepare` completed; recall needs none.
-        budget_seconds: no run begins that would not end within so many seconds.
-        share: take the models i, i + n, i + 2n, ... with all their seeds, as i/n; for several processes on one GPU.
-        device: cpu or cuda; cuda where there is one.
+        parts: rates, language, placement, after, heads, scaling, gate-rates, recall-rates, recall or recall-gate-rates;
+            rates and recall-rates come first, since they choose learning rates.
+        out: folder for records.jsonl and scores.jsonl.gz; rerun to resume.
+        data: folder that `headmax reproduce prepare` completed; recall needs none.
+        budget_seconds: start no run that would end later than this.
+        share: take only the models i, i + n, i + 2n, ... with all their seeds, for several processes on one GPU.
+        device: where to run; auto takes a GPU if there is one.
     """
     from headmax.reproduce.run import execute
 
@@ -132,26 +135,28 @@ def run(
     print(f"headmax: {out}: " + (f"{left} runs are left; the same command goes on with them" if left else "all runs are recorded"))
 
 
-def collect(outs: tuple[Path, ...], /, data: Path, eval_data: Path, haystack: Path) -> None:
-    """Add what runs brought home to the repository's records.
+def collect(
+    outs: Annotated[tuple[Path, ...], metavar("FOLDER [FOLDER ...]")], /, data: OutFolder, eval_data: OutFolder, haystack: OutFile
+) -> None:
+    """Add the results of finished runs to the repository's records.
 
     Args:
         outs: folders that `headmax reproduce run` wrote.
-        data: the folder that `headmax reproduce prepare` completed.
-        eval_data: the folder with the tasks' files.
-        haystack: the text that needles are hidden in.
+        data: folder that `headmax reproduce prepare` completed.
+        eval_data: folder with the tasks' files.
+        haystack: text to hide needles in.
     """
     from headmax.reproduce.collect import collect
 
     print(f"headmax: {collect(list(outs), data, eval_data, haystack, print)} new records")
 
 
-def report(page: Path = Path("docs/reproduction.md"), results: Path | None = None) -> None:
+def report(page: OutFile = Path("docs/reproduction.md"), results: Folder = None) -> None:
     """Write the page of the reproduction from records.
 
     Args:
-        page: the file to write; pictures go beside it, into images/reproduction.
-        results: a folder with records (.jsonl); those of the repository unless given.
+        page: file to write; pictures go into images/reproduction next to it.
+        results: folder with records (.jsonl); the repository's own unless given.
     """
     from headmax import records
     from headmax.reproduce.report import write

@@ -104,6 +104,7 @@ def one_line(box: str) -> str:
         r"^Error parsing (\S+): no type matching (\S+) could be instantiated from \['(.*?)'\]\..*", r"\1 must be \2, got '\3'", message
     )
     message = re.sub(r"^Missing from headmax [\w ]+: (\S+( [A-Z]+)?).*", r"missing \1", message)
+    message = re.sub(r"^Missing value for argument '(\w+)'.*", lambda found: f"missing {found[1].upper()}", message)
     message = message.removeprefix("Error parsing ").replace("Unrecognized options: ", "unknown option ")
     similar = next((part.removeprefix("Perhaps you meant: ").split()[0] for part in more if part.startswith("Perhaps you meant")), None)
     return f"{message}; did you mean {similar}?" if similar else message.rstrip(".")
@@ -111,7 +112,7 @@ def one_line(box: str) -> str:
 
 def completion(shell: str = "") -> int:
     """Prints a completion script for all commands."""
-    shells = ("bash", "zsh", "tcsh", "fish")
+    shells = ("bash", "zsh", "fish")
     if shell not in shells:
         print(f"headmax: --completion needs a shell: {', '.join(shells)}", file=sys.stderr)
         return 2

@@ -6,21 +6,32 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable
-from dataclasses import fields, make_dataclass, replace
+from dataclasses import is_dataclass, make_dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import tyro
 
-from headmax import HeadmaxConfig
 from headmax import recipes as book
 from headmax.cli.config_file import config_file, read_config
-from headmax.cli.options import COUNT, File, Folder, Name, OutFolder, Recipe, metavar, shown_default
-from headmax.train import TrainConfig
+from headmax.cli.options import COUNT, COUNT_OR_ZERO, File, Folder, Name, OutFolder, Recipe, metavar, shown_default
 
 RENAMED = {"token_budget": "tokens", "sequence_length": "length"}
-"""Fields of TrainConfig that other commands' options name otherwise; the field's own name goes on working."""
+"""Fields with another name on the command line, the same for all commands; the field's own name keeps working."""
+ALIASES = {"strategy": ("--parallel",)}
+"""What 0.1 called the option."""
+COUNTS = {"token_budget": COUNT, "batch_tokens": COUNT, "warmup_tokens": COUNT_OR_ZERO}
+"""Fields that may be written as 15B or 15e9."""
+METAVARS = {
+    "device": "{auto,cpu,cuda}",
+    "wandb": "PROJECT",
+    "mixer": "MIXER [MIXER ...]",
+    "feature_map": "MAP",
+    "output_norm": "{head,joint,none}",
+    "backend": "BACKEND",
+    "eos_token_id": "INT [INT ...]",
+}
 
 
 def attribute_docs(cls: type) -> dict[str, str]:
@@ -33,35 +44,34 @@ def attribute_docs(cls: type) -> dict[str, str]:
     }
 
 
-def train_options(defaults: TrainConfig) -> type:
-    """TrainConfig as options: counts of tokens as 15B or 15e9, and the names that other commands use."""
-    docs, hints, options = attribute_docs(TrainConfig), get_type_hints(TrainConfig), []
-    for field in fields(TrainConfig):
-        marks: list[Any] = []
-        aliases = (f"--{field.name.replace('_', '-')}",) if field.name in RENAMED else None
-        if field.name in docs:
-            name = RENAMED.get(field.name)
-            marks.append(tyro.conf.arg(help=docs[field.name], help_behavior_hint=shown_default, name=name, aliases=aliases))
-        if "token" in field.name:
-            marks.append(COUNT)
-        hint = hints[field.name]
-        options.append((field.name, Annotated[(hint, *marks)] if marks else hint, getattr(defaults, field.name)))
-    return make_dataclass("Training", options)
+def as_options(defaults: Any) -> Any:
+    """A configuration as tyro shall see it: the same fields and values, nested ones too, with help and metavars; `build` turns it back."""
+    kind = type(defaults)
+    docs = attribute_docs(kind)
+    options: list[tuple[str, Any, Any]] = []
+    for name, hint in inspect.get_annotations(kind, eval_str=True).items():
+        value = getattr(defaults, name, None)
+        if is_dataclass(value):
+            nested = as_options(value)
+            options.append((name, type(nested), nested))
+        elif name in docs and name != "head_gate":  # a plain backbone gets its gates from the softmax recipe
+            options.append((name, Annotated[hint, *marks(name, docs[name])], value))
+    return make_dataclass(kind.__name__, options, frozen=True, namespace={"__doc__": kind.__doc__, "built": kind})()
 
 
-def model_options(defaults: HeadmaxConfig) -> type:
-    """All fields of the model; a plain backbone gets its gates by taking the softmax recipe."""
-    docs = attribute_docs(HeadmaxConfig)
-    hints = HeadmaxConfig.__annotations__ | {"head_gate": type(defaults.head_gate)}
-    options = []
-    for name, hint in hints.items():
-        value = getattr(defaults, name)
-        if name == "head_gate":
-            if value is not None:
-                options.append((name, hint, value))
-        else:
-            options.append((name, Annotated[hint, tyro.conf.arg(help=docs[name], help_behavior_hint=shown_default)], value))
-    return make_dataclass("Model", options)
+def marks(name: str, doc: str) -> list[Any]:
+    text = " ".join(doc.split())
+    first = text.split()[0]
+    text = text if not first[1:].islower() else first.lower() + text[len(first) :]  # as the options of other commands begin
+    aliases = (f"--{name.replace('_', '-')}",) if name in RENAMED else ALIASES.get(name)
+    shown, other = METAVARS.get(name), RENAMED.get(name)
+    arg: Any = tyro.conf.arg(help=text, help_behavior_hint=shown_default, metavar=shown, name=other, aliases=aliases)
+    return [arg, COUNTS[name]] if name in COUNTS else [arg]
+
+
+def build(options: Any) -> Any:
+    """The configuration that `as_options` made options of."""
+    return options.built(**{name: build(value) if is_dataclass(value) else value for name, value in vars(options).items()})
 
 
 def recipe_name(arguments: list[str]) -> str:
@@ -81,35 +91,35 @@ def build_train(arguments: list[str]) -> Callable[..., None]:
     named = book.get(recipe_name(arguments))
 
     def train(recipe: Recipe, /, out: OutFolder, data: Folder = None, config: Any = None, model: Any = None, task: Any = None) -> None:
-        """Train a recipe's model, under torchrun on all GPUs; rerun to resume.
+        """Train the model of a recipe, with torchrun on several GPUs; rerun to resume.
 
         Args:
-            recipe: a model and how it is trained; `headmax recipes` lists them.
+            recipe: a model and its training settings; `headmax recipes` lists them.
             out: folder of the run, for checkpoints, metrics.jsonl and summary.json.
-            data: folder that `headmax data prepare` wrote; recall tasks need none.
-            task: size of the recall task; the vocabulary and the numbers of tokens follow.
+            data: folder that `headmax data prepare` wrote; recipes of recall tasks need none.
+            task: size of the recall task, which sets the vocabulary and the numbers of tokens.
         """
         from headmax.train.live import Live
         from headmax.train.trainer import fit
 
-        chosen = replace(book.get(recipe), model=HeadmaxConfig(**vars(model)), train=TrainConfig(**vars(config)))
-        if task is not None and task != chosen.task:
-            chosen = chosen.on(task)
+        chosen = replace(book.get(recipe), model=build(model), train=build(config))
+        if task is not None and build(task) != chosen.task:
+            chosen = chosen.on(build(task))
         if data is not None:
             chosen = chosen.speaking(data)
         source, validation = chosen.sources(data)
         with Live(chosen.train.steps, chosen.train.log.print_every) as live:
             fit(chosen.model, chosen.train, source, out, validation=validation, tokenizer=data, show=live)
 
-    training, architecture = train_options(named.train), model_options(named.model)
-    train.__defaults__ = (None, training(), architecture(), named.task)
+    config, model, task = as_options(named.train), as_options(named.model), named.task and as_options(named.task)
+    train.__defaults__ = (None, config, model, task)
     train.__annotations__ = {
         "recipe": Recipe,
         "out": OutFolder,
         "data": Folder,
-        "config": Annotated[training, tyro.conf.arg(name="")],
-        "model": architecture,
-        "task": type(named.task) if named.task else Annotated[None, tyro.conf.Suppress],
+        "config": Annotated[type(config), tyro.conf.arg(name="")],
+        "model": type(model),
+        "task": type(task) if task else Annotated[None, tyro.conf.Suppress],
     }
     return train
 
@@ -120,8 +130,8 @@ def curves(run: Annotated[Path, metavar("RUN")], /, out: OutFolder = Path("curve
     Args:
         run: folder that `headmax train` wrote.
         out: folder for the plot, as PNG and SVG.
-        name: title of the plot; the run's folder unless given.
-        record: also append what is plotted to this file, as records.
+        name: title of the plot; the name of the run's folder unless given.
+        record: also append the plotted figures to this file, as records.
     """
     from headmax import records
     from headmax.analysis.curves import digest, draw

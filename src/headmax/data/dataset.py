@@ -77,6 +77,8 @@ class TokenShards:
             input_ids = torch.from_numpy(rows)
             return Batch(input_ids, input_ids, None)
         begins, row = np.concatenate(bounds), rows.reshape(1, -1)
+        if (np.diff(begins) <= 0).any() or begins[-1] >= row.size:
+            raise ValueError(f"{self.folder}: documents do not begin one after the other; prepare the folder again")
         labels = row.copy()
         labels[0, begins] = -100
         return Batch(torch.from_numpy(row), torch.from_numpy(labels), Packing(torch.from_numpy(np.append(begins, row.size))))

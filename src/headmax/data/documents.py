@@ -6,7 +6,6 @@ import codecs
 import gzip
 import hashlib
 import io
-import json
 import lzma
 import re
 import shutil
@@ -20,6 +19,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from headmax import durable
 from headmax.data.encoder import LINE_END
 
 KINDS = (".txt", ".jsonl", ".parquet")
@@ -200,7 +200,7 @@ class FileInput:
             if not line.strip():
                 continue
             try:
-                document = json.loads(line)
+                document = durable.parse_json(line)
             except ValueError as error:
                 raise ValueError(f"{self.path}:{number}: not JSON: {error}") from error
             if not isinstance(document, dict):
@@ -298,6 +298,8 @@ def find(names: Sequence[str], options: Options) -> list[Input]:
             if _kind(path) not in KINDS:
                 raise ValueError(f"{name}: neither {', '.join(KINDS)} nor one of them with {', '.join(PACKED)}")
             found.append(FileInput(path, path.name, options))
+        elif name.startswith("hf:") and not HUB_NAME.fullmatch(name.removeprefix("hf:")):
+            raise ValueError(f"{name}: a dataset of the hub is hf:owner/name[:configuration][@split]")
         elif name.startswith("hf:") or (HUB_NAME.fullmatch(name) and _kind(path) not in KINDS):
             found.append(HubInput(name.removeprefix("hf:"), options))
         else:

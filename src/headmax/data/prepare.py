@@ -230,6 +230,8 @@ def _write(
     tokens = {split: index.tokens(split) for split in SPLITS}
     documents, earlier = sum(map(index.documents, SPLITS)), sum(tokens.values())
     cursor, most = Cursor(*(index.cursor or ())), config.max_tokens or math.inf
+    if cursor.number > len(inputs) or (index.cursor is None and any(index.splits.values())):
+        raise ValueError(f"{folder.out / PROGRESS}: its cursor {index.cursor} is no place in these inputs; choose another folder")
     contents: Sequence[dict[str, Any] | None] = index.made_from.get(CONTENTS, [])
     with contextlib.closing(Encoders(workers, folder.out / FILES[0], index.document_token, folder.dtype)) as encoders:
         blocks = read_blocks(inputs, cursor, config.valid_fraction, contents) if tokens["train"] < most else iter(())

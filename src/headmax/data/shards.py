@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from headmax import durable
+from headmax import durable, fields
 from headmax.data.encoder import SPLITS
 
 FORMAT = 1
@@ -66,34 +66,37 @@ class Index:
     @classmethod
     def parse(cls, path: Path) -> Index:
         """As the file says, whatever else is in the folder."""
-        fields = durable.read_json(path, "an index of prepared data")
+        content = durable.read_json(path, "an index of prepared data")
+        if (made := content.get("format", FORMAT)) != FORMAT:
+            raise ValueError(f"{path.parent}: prepared in format {made}, this headmax reads {FORMAT}; prepare it again")
         try:
-            if fields["format"] != FORMAT:
-                raise ValueError(f"{path.parent}: prepared in format {fields['format']}, this headmax reads {FORMAT}; prepare it again")
-            fields["splits"] = {split: tuple(Shard(**shard) for shard in shards) for split, shards in fields["splits"].items()}
-            index = cls(**fields)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path}: not an index of prepared data: {error!r}") from error
-        index.check(path)
+            splits: Any = content.get("splits")
+            fields.check(splits, dict.fromkeys(SPLITS, list), set(SPLITS))
+            shards = {split: tuple(fields.build(Shard, shard) for shard in splits[split]) for split in SPLITS}
+            index = replace(fields.build(cls, content | {"splits": {}}), splits=shards)
+            index.check(path)
+        except ValueError as error:
+            raise ValueError(f"{path}: not an index of prepared data: {error}") from error
         return index
 
     def check(self, path: Path) -> None:
         """Raises where a field cannot be what `headmax data prepare` writes; `path` is where it was read."""
         right = {
             "dtype": self.dtype in DTYPES,
-            "vocab_size": type(self.vocab_size) is int and 0 < self.vocab_size <= 2**32,
-            "document_token": type(self.document_token) is int and self.document_token >= 0,
-            "tokenizer_sha256": isinstance(self.tokenizer_sha256, str),
-            "made_from": isinstance(self.made_from, dict),
-            "splits": set(self.splits) == set(SPLITS),
+            "vocab_size": 0 < self.vocab_size <= 2**32,
+            "document_token": 0 <= self.document_token < self.vocab_size,
+            "cursor": self.cursor is None or (fields.is_of(self.cursor, list) and _is_place(*self.cursor)),
         }
         for name, fits in right.items():
             if not fits:
-                raise ValueError(f"{path}: not an index of prepared data: {name} is {getattr(self, name)!r}")
+                raise ValueError(f"{name} is {getattr(self, name)!r:.80}")
+        fields.check(self.made_from, {"contents": list[dict | None]}, set(), others=True)
+        for content in filter(None, self.made_from.get("contents", [])):
+            fields.check(content, {"bytes": int, "blake2b": str}, {"bytes", "blake2b"})
         for shard in (shard for shards in self.splits.values() for shard in shards):
             durable.file_name(shard.name, path)
-            if not all(type(number) is int and number >= 0 for number in (shard.tokens, shard.documents)):
-                raise ValueError(f"{path}: not an index of prepared data: {shard}")
+            if shard.tokens < 0 or shard.documents < 0:
+                raise ValueError(f"{shard}")
 
     def dump(self) -> bytes:
         return json.dumps(asdict(self), indent=1).encode()
@@ -116,6 +119,11 @@ class Index:
 
     def documents(self, split: str) -> int:
         return sum(shard.documents for shard in self.splits[split])
+
+
+def _is_place(number: Any = None, state: Any = None, split: Any = None, *rest: Any) -> bool:
+    """Whether these make a `headmax.data.prepare.Cursor`."""
+    return not rest and fields.is_of(number, int) and number >= 0 and fields.is_of(state, int | dict | None) and split in range(len(SPLITS))
 
 
 def verify(folder: Path) -> Index:

@@ -76,6 +76,10 @@ def encode_text(tokenizer: Any, text: str, *, start: bool = True, offsets: bool 
 
     What looks like a control token there, such as "</s>", is spelled out; at the `start` of a text the tokenizer puts those of its own.
     """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"text is not Unicode: half a surrogate pair at character {error.start}; give text in UTF-8") from error
     given = {"return_offsets_mapping": True} if offsets else {}
     return tokenizer(text, add_special_tokens=start, split_special_tokens=True, **given)
 
@@ -114,7 +118,7 @@ def mistral() -> Loaded:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Loaded:
-    """A byte-level BPE of `texts`, which spells any text and puts `<s>` before it."""
+    """A byte-level BPE trained on `texts`. It encodes any text and puts `<s>` before it."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -127,8 +131,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Loaded:
 
 
 def byte_lengths(tokenizer: Tokenizer) -> list[int]:
-    """How many bytes of text each token of a byte-level tokenizer stands for, by its number; special tokens stand for none."""
+    """Bytes of text per token of a byte-level tokenizer, by token id; 0 for special tokens."""
     special = tokenizer.get_added_tokens_decoder()
     names = {number: name for name, number in tokenizer.get_vocab().items()}
-    # Byte-level tokenizers write every byte as one character.
+    # A byte-level tokenizer writes every byte of a token's name as one character.
     return [0 if number in special else len(names[number]) for number in range(len(names))]

@@ -1,52 +1,77 @@
-"""What the figures of the demo say in plain words, and how sure the recorded seeds make it."""
+"""What the figures of a demo say in plain words, judged by how much recorded seeds differ."""
 
 from __future__ import annotations
 
+import statistics
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-from headmax.demo.variants import VARIANTS, Scores, mean
+from headmax import records
+from headmax.demo.variants import RIVALS, VARIANTS
 
-RIVALS = ("plain", "uniform")
+RECORDS = records.RESULTS / "demo.jsonl"
+FEWEST_SEEDS = 3
+"""Fewer say nothing about noise."""
 
-
-def differences(seeds: Sequence[Scores], rival: str) -> list[float]:
-    """Softmax less `rival`, seed by seed: the arms of a seed share tokens and start, so that less noise is left in it."""
-    return [scores["softmax"] - scores[rival] for scores in seeds]
-
-
-def spread(seeds: Sequence[Scores], rival: str) -> float | None:
-    """From the smallest to the largest of the differences; None where there are fewer than three seeds."""
-    found = differences(seeds, rival)
-    return max(found) - min(found) if len(found) >= 3 else None
+Scores = dict[str, float]
+"""The metric of every variant, for one seed."""
 
 
-def compare(scores: Scores, rival: str, seeds: Sequence[Scores]) -> str:
-    """One sentence on softmax and one rival, by this run's bits per byte (lower is better)."""
-    gap = scores["softmax"] - scores[rival]
-    size = f"{abs(gap):.3f} bits per byte {'below' if gap < 0 else 'above'} {rival}"
-    noise = spread(seeds, rival)
-    if noise is None:
-        return f"Softmax ended {size}; no seeds are recorded for these settings, so nothing says whether that is more than chance."
-    if abs(gap) <= noise:
-        return f"Softmax ended {size}: less than the spread of that difference over seeds ({noise:.3f}), so no difference is shown."
-    found = differences(seeds, rival)
-    same = sum((other < 0) == (gap < 0) for other in found)
-    better = "better" if gap < 0 else "worse"
-    return f"Softmax ended {size}, {better} by more than the spread over seeds ({noise:.3f}); {same} of {len(found)} recorded seeds agree."
+@dataclass(frozen=True)
+class Metric:
+    """What the variants are compared by."""
+
+    record: str
+    """Its name in records."""
+    unit: str
+    name: str
+    """Its name in a sentence."""
+    lower_is_better: bool = False
+
+    def gain(self, scores: Scores, rival: str) -> float:
+        """How much better softmax is; negative if worse."""
+        gain = scores["softmax"] - scores[rival]
+        return -gain if self.lower_is_better else gain
+
+    def wins(self, seeds: Sequence[Scores], rival: str) -> int:
+        """In how many seeds softmax is better."""
+        return sum(self.gain(scores, rival) > 0 for scores in seeds)
 
 
-def verdict(scores: Scores, seeds: Sequence[Scores]) -> list[str]:
-    return [compare(scores, rival, seeds) for rival in RIVALS]
+def seed_scores(path: Path, metric: Metric) -> dict[str, list[Scores]]:
+    """The metric by recorded setting, one entry per seed for which all variants are recorded; later records replace earlier ones."""
+    settings: dict[str, dict[int, Scores]] = defaultdict(lambda: defaultdict(dict))
+    for r in records.read(path):
+        if r.metric == metric.record and r.seed is not None:
+            settings[r.case.rsplit(" ", 1)[0]][r.seed][r.extra["variant"]] = r.value
+    return {case: [scores for scores in by_seed.values() if set(scores) == set(VARIANTS)] for case, by_seed in settings.items()}
 
 
-def recorded(case: str, seeds: Sequence[Scores]) -> Iterator[str]:
-    """What the recorded seeds of a setting gave, in one line; nothing where there are none."""
+def verdict(metric: Metric, scores: Scores, seeds: Sequence[Scores]) -> Iterator[str]:
+    """One sentence per rival on this run, then one on the recorded seeds of the same settings, if there are any."""
+    for rival in RIVALS:
+        yield compare(metric, scores, seeds, rival)
     if seeds:
-        means = ", ".join(f"{variant} {describe([s[variant] for s in seeds])}" for variant in VARIANTS)
-        below = " and ".join(f"below {rival} in {sum(d < 0 for d in differences(seeds, rival))}" for rival in RIVALS)
-        yield f"Recorded, {case}: {means} bits per byte; softmax {below} of {len(seeds)} seeds."
+        means = ", ".join(f"{variant} {mean_and_range([s[variant] for s in seeds])}" for variant in VARIANTS)
+        wins = " and ".join(f"than {rival} in {metric.wins(seeds, rival)}" for rival in RIVALS)
+        yield f"Recorded {metric.name} over {len(seeds)} seeds: {means}. Softmax is better {wins} of {len(seeds)}."
 
 
-def describe(values: list[float]) -> str:
-    """Mean, and the smallest and largest."""
-    return f"{mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+def compare(metric: Metric, scores: Scores, seeds: Sequence[Scores], rival: str) -> str:
+    """One sentence on softmax and a rival. Variants of a seed share data, so that their differences vary less than their scores."""
+    gain = metric.gain(scores, rival)
+    result = f"Softmax is {abs(gain):.3f} {'better' if gain > 0 else 'worse'} than {rival} in {metric.name}"
+    if len(seeds) < FEWEST_SEEDS:
+        return f"{result}; fewer than {FEWEST_SEEDS} seeds are recorded for these settings, so this may be chance."
+    gains = [metric.gain(other, rival) for other in seeds]
+    noise = max(gains) - min(gains)
+    if abs(gain) <= noise:
+        return f"{result}, within noise: this difference has a range of {noise:.3f} over {len(seeds)} recorded seeds."
+    same = sum((other > 0) == (gain > 0) for other in gains)
+    return f"{result}, beyond noise: this difference has a range of {noise:.3f} over {len(seeds)} recorded seeds, {same} of the same sign."
+
+
+def mean_and_range(values: Sequence[float]) -> str:
+    return f"{statistics.fmean(values):.3f} ({min(values):.3f} to {max(values):.3f})"

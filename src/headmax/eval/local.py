@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import lzma
 import re
 import string
@@ -11,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from headmax import durable
 
 Row = dict[str, Any]
 
@@ -45,7 +46,7 @@ class Rows:
     def read(self, path: Path) -> Iterator[Row]:
         for number, line in enumerate(io.StringIO(read_text(path)), 1):
             try:
-                row = json.loads(line)
+                row = durable.parse_json(line)
                 if not isinstance(row, dict):
                     raise ValueError(f"a row is a JSON object, got {type(row).__name__}")
                 for column, kind in self.columns.items():

@@ -6,13 +6,21 @@ import functools
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from headmax import durable
+from headmax import durable, fields
 
 Kind = Literal["loglikelihood", "generate", "recall"]
+LINE: dict[str, Any] = {
+    **dict.fromkeys(("task", "id", "kind"), str),
+    **dict.fromkeys(("context", "targets"), list[int]),
+    "until": list[str],
+    "max_new_tokens": int,
+    "cut": int,
+}
+"""The fields of a line and their types."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +44,9 @@ class Request:
 
     @classmethod
     def from_json(cls, line: Mapping[str, Any]) -> Request:
+        fields.check(line, LINE, set(LINE))
+        if line["kind"] not in get_args(Kind):
+            raise ValueError(f"kind must be one of {', '.join(get_args(Kind))}, got {line['kind']!r}")
         lists = {name: tuple(line[name]) for name in ("context", "targets", "until")}
         request = cls(line["kind"], **lists, max_new_tokens=line["max_new_tokens"], cut=line["cut"])
         if request.id != line["id"]:
@@ -57,14 +68,14 @@ def read(path: Path) -> dict[str, list[Request]]:
     known: dict[tuple[int, ...], tuple[int, ...]] = {}
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; make it with --stage requests")
-    with path.open() as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
-                row = json.loads(line)
-                context = tuple(row["context"])
-                row["context"] = known.setdefault(context, context)  # one context of many requests is kept once
-                tasks.setdefault(row["task"], []).append(Request.from_json(row))
-            except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+                row = durable.parse_json(line)
+                request = Request.from_json(row)
+                context = known.setdefault(request.context, request.context)  # one context of many requests is kept once
+                tasks.setdefault(row["task"], []).append(replace(request, context=context))
+            except ValueError as error:
                 raise ValueError(f"{path}:{number}: not a request: {error}") from error
     return tasks
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -51,6 +52,8 @@ class Settings:
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"--limit must be at least 1, got {self.limit}")
+        if self.max_length is not None and self.max_length < 1:
+            raise ValueError(f"--max-length must be at least 1, got {self.max_length}")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"--seed must be in [0, 2^63), got {self.seed}")
 
@@ -111,8 +114,7 @@ class Evaluation:
         from headmax.eval import tasks
 
         if name not in self._built:
-            compile_templates_once()
-            with silence():
+            with harness():
                 if name in names.NIAH:
                     number = min(NEEDLE_SAMPLES, self.settings.limit or NEEDLE_SAMPLES)
                     count = self._lm(name, _refuse).tok_encode
@@ -138,7 +140,7 @@ class Evaluation:
 
         lm = self._lm(name, record)
         task, _ = self._task(name)
-        with silence():
+        with harness():
             task.build_all_requests(limit=self.settings.limit, rank=0, world_size=1)
             for kind in sorted({instance.request_type for instance in task.instances}):
                 getattr(lm, kind)([instance for instance in task.instances if instance.request_type == kind])
@@ -158,8 +160,7 @@ class Evaluation:
             return scores
 
         task, _ = self._task(name)
-        os.environ["DISABLE_MULTIPROC"] = "1"  # the harness would fork this process to bootstrap
-        with silence():
+        with harness():
             found = evaluate(
                 self._lm(name, look_up),
                 {"tasks": {name: task}, "groups": {}, "group_map": {}},
@@ -227,20 +228,30 @@ def model_name(config: HeadmaxConfig, fallback: str) -> str:
     return fallback
 
 
-@functools.cache
-def compile_templates_once() -> None:
-    """The harness compiles a task's template anew for every document, which is most of the time that its requests and metrics take."""
-    from lm_eval.utils import env
-
-    env.from_string = functools.lru_cache(env.from_string)
-
-
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
     """Without the harness's progress bars and notes."""
-    for noisy in ("lm_eval", "datasets", "evaluate"):
-        logging.getLogger(noisy).setLevel(logging.ERROR)
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+    loggers = {logging.getLogger(name): logging.getLogger(name).level for name in ("lm_eval", "datasets", "evaluate")}
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        for logger, level in loggers.items():
+            logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def harness() -> Iterator[None]:
+    """The harness in silence, without forks of this process to bootstrap, and with each template compiled once.
+
+    It compiles a task's template anew for every document otherwise, which is most of the time that requests and metrics take.
+    """
+    from lm_eval.utils import env
+
+    cached = functools.lru_cache(env.from_string)
+    with silence(), mock.patch.dict(os.environ, DISABLE_MULTIPROC="1"), mock.patch.object(env, "from_string", cached):
         yield
 
 

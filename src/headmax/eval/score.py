@@ -18,6 +18,7 @@ from headmax.eval import requests
 from headmax.eval.requests import Request
 from headmax.eval.scores import ScoreFile
 from headmax.eval.scoring import Scorer
+from headmax.train.faults import DeviceLost, check_device
 from headmax.train.loading import has_tokenizer, load_model, load_tokenizer
 
 REQUESTS, SCORES = "requests.jsonl", "scores.jsonl"
@@ -25,7 +26,10 @@ REQUESTS, SCORES = "requests.jsonl", "scores.jsonl"
 
 
 def score(scorer: Scorer, asked: Mapping[str, Sequence[Request]], file: ScoreFile, say: Callable[[str, int, int], None]) -> list[str]:
-    """Answers what has no answer yet, task by task, each batch on disk before the next begins; one line for each task that failed."""
+    """Answers what has no answer yet, task by task, each batch on disk before the next begins; one line for each task that failed.
+
+    DeviceLost ends it at once: no task after it could be scored.
+    """
     file.begin(scorer.source)
     failures = []
     for task, wanted in asked.items():
@@ -38,6 +42,7 @@ def score(scorer: Scorer, asked: Mapping[str, Sequence[Request]], file: ScoreFil
                 done += len(scores)
                 say(task, done, total)
         except (ValueError, RuntimeError) as error:  # such as no memory left for this task's lengths
+            check_device(scorer.model.device, f"task {task}")
             failures.append(f"task {task}: {str(error).splitlines()[0]}")
     return failures
 
@@ -81,6 +86,9 @@ def main() -> None:
             failures = score_folder(*place, given.device, given.dtype, given.batch_tokens, say)
     except (ValueError, OSError) as error:
         failures = [str(error)]
+    except DeviceLost as error:
+        print(f"headmax: {error}", file=sys.stderr)
+        sys.exit(error.exit_status)
     for line in failures:
         print(f"headmax: {line}", file=sys.stderr)
     sys.exit(2 if failures else 0)

@@ -8,8 +8,9 @@ import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from headmax import durable
+from headmax import durable, fields
 
 FORMAT = "headmax scores 1"
 
@@ -56,19 +57,19 @@ class ScoreFile:
                 if not line.endswith(b"\n"):
                     break
                 try:
-                    self._take(json.loads(line))
-                except (json.JSONDecodeError, TypeError, ValueError) as error:
+                    self._take(durable.parse_json(line))
+                except ValueError as error:
                     raise ValueError(f"{path}:{number}: not a score: {error}") from error
                 self.whole += len(line)
 
-    def _take(self, row: dict) -> None:
+    def _take(self, row: Any) -> None:
         if self.source is not None:
-            score = Score(**row)
+            score = fields.build(Score, row)
             if score.logprob is not None and not math.isfinite(score.logprob):
                 raise ValueError(f"logprob is {score.logprob}; remove the file and score again")
             self.scores[score.id] = score
-        elif row.pop("format", None) == FORMAT:
-            self.source = Source(**row)
+        elif isinstance(row, dict) and row.pop("format", None) == FORMAT:
+            self.source = fields.build(Source, row)
         else:
             raise ValueError("the first line must say whose scores these are")
 
@@ -92,7 +93,4 @@ class ScoreFile:
         self.scores |= {score.id: score for score in scores}
 
     def _append(self, rows: Iterable[dict]) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("ab") as file:
-            file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
-            durable.sync(file)
+        durable.append(self.path, "".join(json.dumps(row) + "\n" for row in rows).encode())

@@ -26,19 +26,19 @@ class HeadGateConfig:
     """Settings of the gates; the defaults are the paper's equation."""
 
     read: bool = True
-    """Gate the read-out (G^Q)."""
+    """Gate the queries (G^Q): the read gate."""
     write: bool = True
-    """Gate the write (G^K)."""
+    """Gate the keys (G^K): the write gate."""
     source: Source = "head"
-    """What is scored: "head": <q_h, w_h> and <k_h, w_h>; "hidden_heads": the hidden state split over heads, <x_h, w_h>; "hidden": x W."""
+    """What is scored: "head": <q_h, w_h> and <k_h, w_h>; "hidden_heads": <x_h, w_h>, x split over heads; "hidden": x W."""
     read_position: ReadPosition = "query"
-    """Where the read gate multiplies: "query" as the equation has it, or "after_norm", where a per-head norm cannot divide it out."""
+    """Where the read gate multiplies: "query", as in the equation, or "after_norm", where a per-head norm cannot divide it out."""
     kind: Kind = "softmax"
     """"softmax" lets heads compete; the controls are "sigmoid" (gates without competition) and "uniform" (frozen at the mean)."""
     scale: float | Literal["heads"] = 1.0
-    """What the gates sum to; "heads" makes a uniform gate 1."""
+    """Sum of the gates over heads; "heads" is their number, so that a uniform gate is 1."""
     temperature: float = 1.0
-    """Factor on the scores."""
+    """Factor on the scores; larger values decide more sharply."""
     init_std: float = 0.02
     """Standard deviation of the initial score weights; 0 starts from uniform gates."""
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, get_args
 
 from transformers import PreTrainedConfig
@@ -37,7 +39,7 @@ def _is(kind: type, value: object) -> bool:
 
 
 class HeadmaxConfig(PreTrainedConfig):
-    """A model of any mixer, with or without head gates. Fields left at None take the mixer's own default."""
+    """A model of any mixer, with or without head gates. What is not given takes the mixer's own default."""
 
     model_type = "headmax"
     keys_to_ignore_at_inference = ["past_key_values"]
@@ -48,57 +50,55 @@ class HeadmaxConfig(PreTrainedConfig):
     hidden_size: int = 1024
     """Width of the residual stream."""
     num_hidden_layers: int = 24
-    """Blocks."""
+    """Number of blocks."""
     num_heads: int = 4
-    """Heads of every mixer."""
+    """Number of heads of every mixer."""
     vocab_size: int = 32_000
-    """Tokens of the vocabulary."""
+    """Size of the vocabulary."""
     head_gate: HeadGateConfig | dict | None = None
     """The softmax over heads; None is the plain backbone."""
     head_k_dim: int | None = None
-    """Width of a head's query and key. Default: hidden_size / heads, half of that for GLA and Gated DeltaNet.
-    In a hybrid it is that of the recurrent layers; attention layers keep hidden_size / heads."""
+    """Width of a head's query and key: hidden_size / heads unless given, half of that for GLA and Gated DeltaNet.
+    In a hybrid this is the width of the recurrent layers; attention layers keep hidden_size / heads."""
     head_v_dim: int | None = None
-    """Width of a head's value. Default: hidden_size / heads, twice that for RetNet."""
+    """Width of a head's value: hidden_size / heads unless given, twice that for RetNet."""
     num_v_heads: int | None = None
-    """More value heads than key heads (Gated DeltaNet)."""
+    """Number of value heads, if more than key heads (Gated DeltaNet)."""
     mlp_ratio: float | None = None
-    """SwiGLU width before the usual two thirds, over hidden_size. Default 4, RetNet 2."""
+    """Width of the SwiGLU layer as a multiple of hidden_size, before the usual factor 2/3: 4 unless given, 2 for RetNet."""
     intermediate_size: int | None = None
-    """SwiGLU width itself; overrides mlp_ratio."""
+    """Width of the SwiGLU layer; overrides mlp_ratio."""
     conv_size: int | None = None
-    """Width of the short convolution on q, k and v; 0 for none. Default: 4 for Gated DeltaNet, none elsewhere."""
+    """Width of the short convolution on q, k and v; 0 for none. Unless given, 4 for Gated DeltaNet and none elsewhere."""
     feature_map: str | None = None
-    """On q and k of linear, RetNet and GLA: "identity" (default), "relu", "elu", "silu", "softmax"."""
+    """Feature map on q and k of linear, RetNet and GLA: "identity" (unless given), "relu", "elu", "silu", "softmax"."""
     output_norm: str = "head"
-    """Norm of the read-out: "head" as the backbones have it, "joint", "none"."""
+    """Norm of the read-out: per head, as in the original backbones; joint over all heads; or none."""
     norm_eps: float = 1e-6
-    """Added to the mean square in every norm."""
+    """Epsilon of every norm, added to the mean square."""
     rotary_base: float = 10_000.0
-    """Base of the rotary positions (RetNet, attention)."""
+    """Base of the rotary position embeddings (RetNet, attention)."""
     initializer_range: float = 0.02
     """Standard deviation of the initial weights."""
     tie_word_embeddings: bool = True
-    """Whether embedding and output layer share their weights."""
+    """Share the weights of embedding and output layer."""
     use_cache: bool = True
-    """Whether the model returns its states for decoding."""
+    """Return the states for decoding."""
     pad_token_id: int | None = None
-    """Token that fills up short sequences."""
+    """Token that pads short sequences."""
     bos_token_id: int | None = 1
-    """Token at the start of a text."""
+    """Token that starts a text."""
     eos_token_id: int | list[int] | None = 2
     """Token that ends a text."""
     backend: str = "auto"
-    """Which implementation of the ops to run."""
+    """Implementation of the ops: "auto", "reference", "chunkwise", "triton" or "fla"."""
     fused: bool | None = None
-    """Whether norms, projections and MLP run as fused ops. None: where kernels run, on a GPU."""
+    """Run norms, projections and MLP as fused ops; on a GPU unless given."""
 
     def __post_init__(self, **kwargs: Any) -> None:
-        fields = {field.name for field in dataclasses.fields(HeadmaxConfig)}
-        for name in kwargs:  # Hugging Face would keep a misspelt field as an attribute that nothing reads
-            close = [ELSEWHERE[name]] if name in ELSEWHERE else difflib.get_close_matches(name, fields, n=1, cutoff=0.8)
-            if close and not name.endswith("_token_id"):
-                raise ValueError(f"HeadmaxConfig: unknown field {name!r}; did you mean {close[0]!r}?")
+        refuse_misspelt(kwargs)
+        for alias in set(kwargs) & set(self.attribute_map):
+            setattr(self, self.attribute_map[alias], kwargs.pop(alias))
         if isinstance(self.head_gate, dict):
             known = {field.name for field in dataclasses.fields(HeadGateConfig)}
             for name in set(self.head_gate) - known:
@@ -111,13 +111,13 @@ class HeadmaxConfig(PreTrainedConfig):
         self._check_numbers()
         for name, known in (("output_norm", get_args(OutputNormKind)), ("feature_map", FEATURE_MAPS), ("backend", BACKENDS)):
             value = getattr(self, name)
-            if value is not None and value not in known:
+            if value is not None and value not in list(known):
                 raise ValueError(f"HeadmaxConfig: unknown {name} {value!r}{suggest(value, known)}")
         if not isinstance(self.mixer, str | list | tuple):
             raise ValueError(f"HeadmaxConfig: mixer must be a name or a list with one name per layer, got {self.mixer!r}")
         names = [self.mixer] if isinstance(self.mixer, str) else list(self.mixer)
         for name in names:
-            if name not in MIXERS:
+            if name not in list(MIXERS):
                 raise ValueError(f"HeadmaxConfig: unknown mixer {name!r}{suggest(name, MIXERS)}")
         if not isinstance(self.mixer, str) and len(names) != self.num_hidden_layers:
             raise ValueError(f"HeadmaxConfig: mixer lists {len(names)} layers, num_hidden_layers is {self.num_hidden_layers}")
@@ -153,11 +153,8 @@ class HeadmaxConfig(PreTrainedConfig):
             raise ValueError(f"HeadmaxConfig: fused must be True, False or None, got {self.fused!r}")
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             value = getattr(self, name)
-            if not (
-                value is None
-                or _is(int, value)
-                or (name == "eos_token_id" and isinstance(value, list) and all(_is(int, token) for token in value))
-            ):
+            several = value if name == "eos_token_id" and isinstance(value, list) else [] if value is None else [value]
+            if not all(_is(int, token) and abs(token) < 2**63 for token in several):
                 raise ValueError(f"HeadmaxConfig: {name} must be the number of a token or None, got {value!r}")
         if self.pad_token_id is not None and not -self.vocab_size <= self.pad_token_id < self.vocab_size:
             raise ValueError(f"HeadmaxConfig: pad_token_id {self.pad_token_id} is not in the vocabulary of {self.vocab_size}")
@@ -201,3 +198,26 @@ class HeadmaxConfig(PreTrainedConfig):
         if isinstance(self.head_gate, HeadGateConfig):
             output["head_gate"] = dataclasses.asdict(self.head_gate)
         return output
+
+
+OWN = set(HeadmaxConfig.__annotations__)
+"""Fields that a headmax model depends on."""
+
+
+def refuse_misspelt(names: Iterable[str]) -> None:
+    """Hugging Face would keep a misspelt field as an attribute that nothing reads."""
+    fields = {field.name for field in dataclasses.fields(HeadmaxConfig)}
+    for name in set(names) - fields:
+        close = [ELSEWHERE[name]] if name in ELSEWHERE else difflib.get_close_matches(name, fields, n=1, cutoff=0.8)
+        if close and not name.endswith("_token_id"):
+            raise ValueError(f"HeadmaxConfig: unknown field {name!r}; did you mean {close[0]!r}?")
+
+
+def parse_config(fields: Mapping[str, Any], path: Path) -> HeadmaxConfig:
+    """Of a config.json, read from `path`. What is transformers' own in there is left out: it would set attributes, unchecked."""
+    known = OWN | set(HeadmaxConfig.attribute_map)
+    try:
+        refuse_misspelt(fields)
+        return HeadmaxConfig(**{name: value for name, value in fields.items() if name in known})
+    except ValueError as error:
+        raise ValueError(f"{path}: {' '.join(str(error).split())}") from error

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 
 from headmax import durable
 from headmax.layers.mlp import swiglu_width
-from headmax.models.configuration import HeadmaxConfig
+from headmax.models.configuration import HeadmaxConfig, parse_config
 from headmax.models.modeling import HeadmaxForCausalLM
 from headmax.models.weights import check_shapes, read_weights
 from headmax.ops.registry import suggest
@@ -47,6 +47,8 @@ ONLY = {
 """Settings of FLA that have one value here; any other is refused by name."""
 MAPPED = {"expand_k", "expand_v", "hidden_ratio", "intermediate_size", "use_short_conv", "conv_size", "feature_map"}
 MAPPED |= {"head_dim", "num_v_heads", "num_kv_heads", "rope_theta", "share_conv_kernel", "torch_dtype"}
+NUMBERS = ("hidden_size", "num_heads", "intermediate_size", "hidden_ratio", "expand_k", "expand_v", "head_dim", "conv_size", "rope_theta")
+"""Settings that sizes are computed from."""
 FEATURE_MAPS = {None: "identity", "relu": "relu", "silu": "silu", "swish": "silu"}
 COPIED = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "added_tokens.json", "generation_config.json", "chat_template*")
 
@@ -74,15 +76,17 @@ NAMES = {
 def config_from_fla(fla: Mapping[str, Any]) -> HeadmaxConfig:
     """The headmax configuration of an FLA config.json. ValueError lists every setting that has no counterpart."""
     kind = fla.get("model_type")
-    if kind not in MIXER_OF:
+    if not isinstance(kind, str) or kind not in MIXER_OF:
         raise ValueError(f"model_type {kind!r} is no model of flash-linear-attention that headmax has{suggest(kind, MIXER_OF)}")
     known = {*SHARED, *TOKENS, *INERT, *ONLY, *MAPPED, "model_type"}
     refused = [f"{name} (unknown)" for name in sorted(set(fla) - known - set(PreTrainedConfig().to_dict())) if not name.startswith("_")]
     refused += [f"{name}={fla[name]!r} (only {value!r})" for name, value in ONLY.items() if fla.get(name, value) not in (value, "silu")]
     refused += [f"{name} (missing)" for name in ("hidden_size", "num_heads") if fla.get(name) is None]
+    numbers = {name: fla[name] for name in NUMBERS if fla.get(name) is not None}
+    refused += [f"{name}={value!r} (only positive numbers)" for name, value in numbers.items() if not is_positive(value)]
     if fla.get("num_kv_heads") not in (None, fla.get("num_heads")):
         refused.append(f"num_kv_heads={fla['num_kv_heads']} (only num_heads {fla.get('num_heads')})")
-    if fla.get("feature_map") not in FEATURE_MAPS:
+    if fla.get("feature_map") not in list(FEATURE_MAPS):
         refused.append(f"feature_map={fla['feature_map']!r} (only {', '.join(map(repr, FEATURE_MAPS))})")
     convolves = fla.get("use_short_conv", kind == "gated_deltanet")
     if kind == "gated_deltanet" and not convolves:
@@ -98,16 +102,21 @@ def config_from_fla(fla: Mapping[str, Any]) -> HeadmaxConfig:
     if kind == "transformer":
         made["rotary_base"] = fla.get("rope_theta") or 10_000.0
     elif kind == "gated_deltanet":
-        key = fla.get("head_dim", 256)
-        made |= {"head_k_dim": key, "head_v_dim": int(key * fla.get("expand_v", 2.0)), "num_v_heads": fla.get("num_v_heads")}
+        key = fla.get("head_dim") or 256
+        made |= {"head_k_dim": key, "head_v_dim": int(key * (fla.get("expand_v") or 2.0)), "num_v_heads": fla.get("num_v_heads")}
         made["conv_size"] = fla.get("conv_size", 4)
     else:
         defaults = {"gla": (0.5, 1.0), "retnet": (1.0, 2.0)}[kind]
         for name, expand, default in (("head_k_dim", "expand_k", defaults[0]), ("head_v_dim", "expand_v", defaults[1])):
-            made[name] = int(hidden * fla.get(expand, default)) // heads
+            made[name] = int(hidden * (fla.get(expand) or default)) // heads
         made["feature_map"] = FEATURE_MAPS[fla.get("feature_map")]
         made["conv_size"] = fla.get("conv_size", 4) if convolves else 0
     return HeadmaxConfig(**made)
+
+
+def is_positive(value: Any) -> bool:
+    """Whether this is a number that a size can be computed from."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e9
 
 
 def expansion(width: int, of: int) -> float:
@@ -211,7 +220,10 @@ def write_folder(folder: Path, config: Mapping[str, Any], weights: Mapping[str, 
 
 def dtype_of(config: Mapping[str, Any]) -> str | None:
     """What the weights are stored in, by its name in transformers since version 5 or the one before."""
-    return config.get("dtype") or config.get("torch_dtype")
+    name = config.get("dtype") or config.get("torch_dtype")
+    if name is not None and not (isinstance(name, str) and isinstance(getattr(torch, name, None), torch.dtype)):
+        raise ValueError(f"dtype {name!r} in config.json is no dtype of torch; it should be float32, bfloat16 or float16")
+    return name
 
 
 def from_fla(source: Path | str, out: Path | str) -> None:
@@ -231,6 +243,6 @@ def to_fla(source: Path | str, out: Path | str) -> None:
     config, weights = read_folder(folder)
     if config.get("model_type") != HeadmaxConfig.model_type:
         raise ValueError(f"{folder}: model_type is {config.get('model_type')!r}, not a headmax model")
-    ours = HeadmaxConfig.from_dict(config)
+    ours = parse_config(config, folder / "config.json")
     theirs = config_to_fla(ours) | {"dtype": dtype_of(config)}
     write_folder(Path(out), theirs, weights_to_fla(weights, ours), folder)

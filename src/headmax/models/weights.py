@@ -32,11 +32,12 @@ def files(folder: Path) -> list[Path]:
     if not (folder / INDEX).is_file():
         raise FileNotFoundError(f"{folder}: no {WHOLE} there, nor {INDEX}; save the model with save_pretrained")
     listed = durable.read_json(folder / INDEX).get("weight_map")
-    if not isinstance(listed, dict) or not all(isinstance(name, str) and Path(name).name == name for name in listed.values()):
-        raise ValueError(f"{folder / INDEX}: its weight_map must name files of the same folder")
-    if absent := [name for name in sorted(set(listed.values())) if not (folder / name).is_file()]:
+    if not isinstance(listed, dict) or not listed:
+        raise ValueError(f"{folder / INDEX}: its weight_map must name the file of every tensor, got {str(listed)[:80]}")
+    names = sorted({durable.file_name(name, folder / INDEX) for name in listed.values()})
+    if absent := [name for name in names if not (folder / name).is_file()]:
         raise FileNotFoundError(f"{folder}: no {absent[0]} there, which {INDEX} lists")
-    return [folder / name for name in sorted(set(listed.values()))]
+    return [folder / name for name in names]
 
 
 @contextmanager
@@ -63,6 +64,8 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     for file in files(folder):
         with _opened(file) as opened:
             weights |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    if others := [f"{name} is {x.dtype}" for name, x in weights.items() if not x.is_floating_point()]:
+        raise ValueError(f"{folder}: weights must be of a floating dtype: {'; '.join(others[:SHOWN])}")
     return weights
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from headmax import durable, records
 from headmax.analysis.figures import TITLES
 from headmax.demo import code, recall
-from headmax.demo.variants import RECORDS, VARIANTS, mean, seed_scores
-from headmax.demo.verdict import RIVALS, describe, differences
+from headmax.demo.variants import RIVALS, VARIANTS
+from headmax.demo.verdict import RECORDS, Metric, mean_and_range, seed_scores
 from headmax.reproduce.recommend import all_evidence, verdict
 from headmax.reproduce.report import answers
 from headmax.reproduce.results import LOSS, Results, relative, show, told_apart
@@ -160,21 +160,22 @@ def findings() -> str:
     """The three contrasts that a reader asks for first, by backbone."""
     results = Results(records.RESULTS)
     contrasts = {
-        "softmax gates, against no gates": ("softmax", "plain"),
-        "no gates but a smaller output (x 1/H), against no gates": ("uniform-read-after", "plain"),
-        "softmax gates, against gates frozen at 1/H: the competition itself": ("softmax", "uniform"),
+        "softmax gates vs. no gates": ("softmax", "plain"),
+        "no gates, layer output scaled by 1/H, vs. no gates": ("uniform-read-after", "plain"),
+        "softmax gates vs. gates frozen at 1/H: competition alone": ("softmax", "uniform"),
     }
-    lines = [f"| perplexity, % | {' | '.join(TITLES[b] for b in LINEAR)} |", "|---" * (1 + len(LINEAR)) + "|"]
+    lines = [f"| change in perplexity, % | {' | '.join(TITLES[b] for b in LINEAR)} |", "|---" * (1 + len(LINEAR)) + "|"]
     for contrast, (one, other) in contrasts.items():
         differences = [relative(results.paired(LOSS, *comparable(Run(b, one), Run(b, other)))) for b in LINEAR]
         cells = [f"**{show(x, 1, True)}**" if told_apart(x) else show(x, 1, True) for x in differences]
         lines.append(f"| {' | '.join([contrast, *cells])} |")
-    note = "Mean ± standard deviation over three seeds, 37M parameters, 17M tokens; bold: the 95% interval excludes zero."
+    note = "Mean ± standard deviation over three seeds; 36M to 37M parameters, 17M tokens; lower is better.\n"
+    note += "Bold: the 95% interval excludes zero."
     return "\n".join([*lines, "", note])
 
 
 def speed() -> str:
-    """Training steps of one commit beside the peer's."""
+    """Training steps of one commit, and the peer's."""
     recipe, commit = "gdn-340m", "5b63018"
     found = [r for r in records.read(records.RESULTS / "train_h200.jsonl") if r.case == f"{recipe} 4096x8" and r.commit.startswith(commit)]
     values = {(r.impl, r.metric): r for r in found}
@@ -196,24 +197,25 @@ def recommended() -> str:
 
 
 def demo() -> str:
-    """What all recorded seeds of the demo gave."""
+    """All recorded seeds of the demo."""
     lines = ["| bits per byte of held-out files, mean (range) over seeds | no gates | gates frozen at 1/H | softmax gates |"]
     lines.append("|---" * 4 + "|")
+    notes = []
     for case, seeds in seed_scores(RECORDS, code.METRIC).items():
-        cells = " | ".join(describe([scores[variant] for scores in seeds]) for variant in VARIANTS)
+        cells = " | ".join(mean_and_range([scores[variant] for scores in seeds]) for variant in VARIANTS)
         lines.append(f"| {case}, {len(seeds)} seeds | {cells} |")
-        below = " and ".join(f"below {NAMES[rival]} in {sum(d < 0 for d in differences(seeds, rival))}" for rival in RIVALS)
-        lines += ["", f"Softmax was {below} of {len(seeds)} seeds; {_source(code.METRIC)}."]
-    return "\n".join(lines)
+        below = " and ".join(f"below {NAMES[rival]} in {code.METRIC.wins(seeds, rival)}" for rival in RIVALS)
+        notes.append(f"Softmax was {below} of {len(seeds)} seeds; {_source(code.METRIC)}.")
+    return "\n".join([*lines, "", *notes])
 
 
 def recall_demo() -> str:
-    """What all recorded seeds of the recall demo gave."""
+    """All recorded seeds of the recall demo."""
     lines = ["| accuracy of associative recall | seeds | " + " | ".join(VARIANTS) + " | softmax above plain | above uniform |"]
     lines.append("|---" * (4 + len(VARIANTS)) + "|")
     for case, seeds in seed_scores(RECORDS, recall.METRIC).items():
-        cells = " | ".join(f"{mean([scores[variant] for scores in seeds]):.3f}" for variant in VARIANTS)
-        above = " | ".join(str(sum(d > 0 for d in differences(seeds, rival))) for rival in RIVALS)
+        cells = " | ".join(f"{statistics.fmean(scores[variant] for scores in seeds):.3f}" for variant in VARIANTS)
+        above = " | ".join(str(recall.METRIC.wins(seeds, rival)) for rival in RIVALS)
         lines.append(f"| {case} | {len(seeds)} | {cells} | {above} |")
     note = f"Held-out accuracy, averaged over training (so that faster learning counts) and over seeds; {_source(recall.METRIC)}."
     return "\n".join([*lines, "", note])
@@ -222,9 +224,9 @@ def recall_demo() -> str:
 NAMES = {"plain": "no gates", "uniform": "frozen gates"}
 
 
-def _source(metric: str) -> str:
-    """The commits, and Python versions where they count, of a demo's records."""
-    found = [r for r in records.read(RECORDS) if r.metric == metric]
+def _source(metric: Metric) -> str:
+    """Commits, and Python versions where they matter, of a demo's records."""
+    found = [r for r in records.read(RECORDS) if r.metric == metric.record]
     versions = dict.fromkeys(r.extra["python"] for r in found if "python" in r.extra)
     return ", ".join([*versions, f"commit {', '.join(dict.fromkeys(r.commit[:7] for r in found))}"])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -24,7 +25,7 @@ from headmax.models import HeadmaxForCausalLM
 from headmax.records import Record, Recorder
 from headmax.reproduce.runs import Run, runs
 from headmax.reproduce.score import Examiner
-from headmax.train.faults import Interrupted, TrainingError
+from headmax.train.faults import DeviceLost, Interrupted, TrainingError, check_device
 from headmax.train.metrics import Line, read_lines
 from headmax.train.parallel import find_device
 from headmax.train.trainer import fit
@@ -183,6 +184,11 @@ def shared(wanted: Sequence[Run], mine: int, number: int) -> list[Run]:
     return [run for run in wanted if models.index(replace(run, seed=0, lr=None)) % number == mine]
 
 
+def compiling_every_model() -> contextlib.AbstractContextManager[None]:
+    """Blocks of many models share their code, of which torch compiles few variants otherwise."""
+    return torch._dynamo.config.patch(recompile_limit=4096, accumulated_recompile_limit=4096)
+
+
 def execute(
     parts: Sequence[str],
     *,
@@ -194,7 +200,6 @@ def execute(
     say: Callable[[str], object],
 ) -> int:
     """Runs the parts' runs that no record has yet, of every share[1]-th model from share[0] on, while there is time. How many are left."""
-    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 4096  # a graph for each kind of model
     place, file = find_device(device), out / "records.jsonl"
     clock, make = Clock(budget), Recorder(SUITE, place)
     examiner = Examiner(data, out, make, place)
@@ -209,7 +214,7 @@ def execute(
         if clock.expects(run, recorded([file]), make.device) > clock.left:  # what was recorded long ago ran otherwise
             break
         begun, made = time.monotonic(), list[Record]()
-        with tempfile.TemporaryDirectory() as folder:
+        with compiling_every_model(), tempfile.TemporaryDirectory() as folder:
             try:
                 model = train(run, lr, data, Path(folder), place.type, clock.watch(run.steps))
                 made += describe(run, lr, Path(folder), model, make)
@@ -218,9 +223,10 @@ def execute(
                 break
             except TrainingError as error:  # a model that cannot be trained is a result
                 made.append(make(run.name, "headmax", "failed", 1, "runs", run.seed, run=asdict(run), error=str(error)))
-            except (Interrupted, ValueError, OSError):
+            except (Interrupted, DeviceLost, ValueError, OSError):
                 raise
             except Exception:  # not the model's doing, such as no memory left: the others go on, this one another time
+                check_device(place, run.name)
                 say(f"{run.name} seed {run.seed} broke off:\n{traceback.format_exc()}")
                 broken += 1
                 left.pop(0)

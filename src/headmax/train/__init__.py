@@ -6,8 +6,9 @@ from headmax.train.config import (
     EvalConfig,
     LogConfig,
     OptimConfig,
+    ParallelConfig,
     ScheduleConfig,
     TrainConfig,
 )
 
-__all__ = ["CheckpointConfig", "ComputeConfig", "EvalConfig", "LogConfig", "OptimConfig", "ScheduleConfig", "TrainConfig"]
+__all__ = ["CheckpointConfig", "ComputeConfig", "EvalConfig", "LogConfig", "OptimConfig", "ParallelConfig", "ScheduleConfig", "TrainConfig"]

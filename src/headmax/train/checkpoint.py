@@ -7,12 +7,13 @@ it, manifest last, is on disk.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from headmax import durable
+from headmax import durable, fields
 from headmax.train.config import CheckpointConfig
 from headmax.train.faults import TrainingError
 from headmax.train.parallel import World
@@ -29,8 +30,17 @@ from headmax.train.restricted import Planner, Reader
 
 logger = logging.getLogger("headmax")
 
-warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # one process is one process
 MANIFEST, PROGRESS, UNFINISHED, BROKEN = "manifest.json", "train.json", ".tmp", ".broken"
+POSITION: dict[str, Any] = {"step": int, "skipped": int, "settings": dict[str, dict[str, Any]]}
+"""What a run goes on from, in `PROGRESS`."""
+
+
+@contextlib.contextmanager
+def one_process_is_meant() -> Iterator[None]:
+    """Without the warning of torch.distributed.checkpoint that there is no other process. It may come from the thread that writes."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield
 
 
 class Checkpoints:
@@ -114,7 +124,8 @@ def load(folder: Path, state: dict[str, Any], alone: bool, group: dist.ProcessGr
     reader = Reader(folder)
     reader.read_metadata()  # what is wrong with it is then said by itself; dcp.load would wrap it
     try:
-        dcp.load(state, storage_reader=reader, planner=Planner(), process_group=group, no_dist=alone)
+        with one_process_is_meant():
+            dcp.load(state, storage_reader=reader, planner=Planner(), process_group=group, no_dist=alone)
     except CheckpointException as error:
         raise ValueError(f"{folder}: cannot be read: {reason(error).splitlines()[0]}") from error
 
@@ -152,7 +163,14 @@ def shapes(folder: Path, part: str) -> dict[str, tuple[int, ...]]:
 
 def progress_of(folder: Path) -> dict[str, Any]:
     """Where the run stood, and its settings."""
-    return durable.read_json(folder / PROGRESS)
+    progress = durable.read_json(folder / PROGRESS)
+    try:
+        fields.check(progress, POSITION, set(POSITION), others=True)
+        if (progress["step"], progress["skipped"] >= 0, set(progress["settings"])) != (step_of(folder), True, {"model", "train", "data"}):
+            raise ValueError("its step or its settings are not this checkpoint's")
+    except ValueError as error:
+        raise ValueError(f"{folder / PROGRESS}: not the position of a run: {error}") from error
+    return progress
 
 
 def fingerprints(folder: Path) -> dict[str, dict[str, Any]]:
@@ -185,4 +203,4 @@ def reason(error: BaseException) -> str:
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
-    return str(cause or error)
+    return str(cause or error) or type(error).__name__

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 Precision = Literal["bfloat16", "float32"]
 Strategy = Literal["ddp", "fsdp"]
@@ -18,77 +18,89 @@ class OptimConfig:
     lr: float = 1e-3
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of AdamW's moments."""
+    """Decay rates of AdamW's moments."""
     eps: float = 1e-8
-    """Added to the root of AdamW's second moment."""
+    """AdamW's epsilon, added to the root of the second moment."""
     weight_decay: float = 0.1
-    """On matrices: projections, embeddings, short convolutions, head gates. Not on norms, A_log, dt_bias and biases."""
+    """Decay of matrices: projections, embeddings, short convolutions, head gates; not of norms, A_log, dt_bias and biases."""
     grad_clip: float = 1.0
-    """Largest norm of the gradient."""
+    """Largest norm of the gradient; larger ones are scaled down."""
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """The learning rate: a line up to its peak, then half a cosine down, both counted in tokens."""
+    """The learning rate: linear warm-up to its peak, then a cosine decay, both counted in tokens."""
 
     warmup_tokens: int = 500_000_000
-    """Tokens over which it rises."""
+    """Tokens of warm-up."""
     start_lr: float = 3e-5
-    """At the first step."""
+    """Learning rate at the first step."""
     final_lr: float = 3e-5
-    """At the end of the token budget."""
+    """Learning rate at the end of the token budget."""
 
 
 @dataclass(frozen=True)
 class ComputeConfig:
-    """How a step is computed; parameters and optimizer are float32 always."""
+    """How a step is computed; parameters and optimizer states are always float32."""
 
     precision: Precision = "bfloat16"
-    """What the matrix products compute in."""
+    """Precision of the matrix products."""
     micro_batch: int = 8
-    """Most sequences a device takes at once; its share of the batch is split as evenly as can be so that none is larger."""
+    """Most sequences that a device processes at once; its share of the batch is split evenly into as few parts as that allows."""
     compile: bool | None = None
-    """torch.compile of the blocks; None: on a GPU."""
+    """Compile the blocks with torch.compile; on a GPU only, unless given."""
     activation_checkpointing: bool = False
-    """Keep only the blocks' inputs and compute the rest again in the backward pass."""
+    """Keep only the inputs of blocks and recompute the rest in the backward pass."""
     cuda_graph: bool | None = None
-    """Where one process trains on a GPU: launch a micro-step's kernels all at once; None: unless other settings are against it."""
+    """Run micro-steps as CUDA graphs; unless given, where one process trains on a GPU and the other settings allow it."""
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How several processes share the work."""
+
+    strategy: Strategy = "ddp"
+    """ddp replicates the model; fsdp (FSDP2) shards parameters, gradients and optimizer states."""
+
+    def __post_init__(self) -> None:
+        if self.strategy not in get_args(Strategy):
+            raise ValueError(f"parallel.strategy must be {' or '.join(get_args(Strategy))}, got {self.strategy!r}")
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Which checkpoints stay."""
+    """Which checkpoints to keep."""
 
     keep_last: int = 3
-    """How many of the newest."""
+    """Keep this many of the newest."""
     milestone_every: int = 0
-    """Also those at multiples of so many steps, for good; 0 for none."""
+    """Also keep those at multiples of this many steps; 0 for none."""
     final: bool = True
-    """Whether one is written when the run has ended."""
+    """Write one when the run ends."""
 
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """Validation perplexity and the health of the gates."""
+    """Validation perplexity and gate statistics."""
 
     every: int = 500
-    """Steps between measurements; 0 for none. The last step is always measured then."""
+    """Steps between measurements, the last step included; 0 for none."""
     sequences: int = 128
-    """Held-out sequences: always the first so many, whatever the seed; of several processes each takes as many, which rounds them down."""
+    """Held-out sequences, the same for all seeds; rounded down to a multiple of the number of processes."""
     accuracy: bool = False
-    """Also the share of labels predicted exactly. It holds their logits at once, so it is meant for recall tasks."""
+    """Also measure the share of labels predicted exactly. This holds all logits in memory and is meant for recall tasks."""
 
 
 @dataclass(frozen=True)
 class LogConfig:
-    """Where numbers go beside metrics.jsonl."""
+    """Where metrics go, in addition to metrics.jsonl."""
 
     print_every: int = 10
-    """Steps between printed lines where there is no terminal to keep a live one on."""
+    """Steps between printed lines when the output is not a terminal."""
     tensorboard: bool = False
-    """Write the run's numbers for TensorBoard too."""
+    """Write TensorBoard files too."""
     wandb: str | None = None
-    """The Weights & Biases project to send them to."""
+    """Project of Weights & Biases to log to."""
 
 
 @dataclass(frozen=True)
@@ -102,29 +114,31 @@ class TrainConfig:
     batch_tokens: int = 524_288
     """Tokens per optimizer step, over all devices."""
     documents: Documents = "concatenate"
-    """Whether documents run into each other inside a sequence, as in the paper, or are kept apart."""
+    """Whether the state runs on across the documents of a sequence, as in the paper, or starts anew with each."""
     gate_balance: float = 0.0
-    """Weight of a loss H Σ_h p_h² - 1 on the mean share p_h of each head, averaged over gates: 0 where all heads are used alike."""
+    """Weight of a load-balancing loss, H Σ_h p_h² - 1 with p_h the mean gate of head h; it is 0 where all heads are used equally."""
     seed: int = 0
-    """Of initialisation and data order."""
+    """Random seed for initialisation and data order."""
     max_steps: int | None = None
-    """Stop after so many steps, the schedule unchanged; None: at the end of the token budget."""
+    """Stop after this many steps, without changing the schedule; at the end of the token budget unless given."""
     checkpoint_every: int = 500
-    """Steps between checkpoints; 0: only at the end."""
+    """Steps between checkpoints; 0 for one at the end only."""
     max_skipped_steps: int = 10
-    """How many steps with a NaN or Inf loss or gradient are skipped before the run stops."""
+    """Skip at most this many steps with a NaN or Inf loss or gradient before stopping."""
     device: str = "auto"
-    """Where to run: auto takes a GPU if there is one, else cpu; or cpu, cuda."""
-    parallel: Strategy = "ddp"
-    """What several processes do: ddp gives each a whole model, fsdp (FSDP2) shares out parameters, gradients and optimizer."""
+    """Where to run; auto takes a GPU if there is one."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     compute: ComputeConfig = field(default_factory=ComputeConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
+        given: Any = self.parallel
+        if isinstance(given, str):  # as in 0.1
+            object.__setattr__(self, "parallel", ParallelConfig(given))  # type: ignore[arg-type]  # it looks itself
         check_numbers(flatten(asdict(self)))
         if self.sequence_length < 2:
             raise ValueError(f"sequence_length must be at least 2, a token to read and one to predict, got {self.sequence_length}")

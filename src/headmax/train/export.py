@@ -15,8 +15,9 @@ def to_hf(run: Path, out: Path) -> None:
     if not is_run(run):
         raise FileNotFoundError(f"{run}: no config.json and checkpoints there; give the --out folder of headmax train")
     model = load_model(run)
+    tokenizer = load_tokenizer(run) if has_tokenizer(run) else None
     with durable.new_folder(out) as unfinished:
         model.save_pretrained(unfinished)
         write_card(model, unfinished)
-        if has_tokenizer(run):
-            load_tokenizer(run).save_pretrained(unfinished)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(unfinished)

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from headmax.train.config import ComputeConfig
+from headmax.train.optim import whole
 from headmax.train.parallel import World
 
 
@@ -32,7 +32,22 @@ class NoMemory(RuntimeError):
     def __init__(self, compute: ComputeConfig, error: torch.OutOfMemoryError) -> None:
         ways = f"a smaller --compute.micro-batch ({compute.micro_batch} sequences at once)"
         ways += "" if compute.activation_checkpointing else ", --compute.activation-checkpointing"
-        super().__init__(f"a step does not fit: give {ways}, or on several GPUs --parallel fsdp. {str(error).splitlines()[0]}")
+        super().__init__(f"a step does not fit: give {ways}, or on several GPUs --parallel.strategy fsdp. {str(error).splitlines()[0]}")
+
+
+class DeviceLost(RuntimeError):
+    """The GPU answers this process with errors alone from now on; another process may use it."""
+
+    exit_status = 1
+
+
+def check_device(device: torch.device, during: str) -> None:
+    """DeviceLost where every call to a GPU fails, as after an illegal address or a failed launch, but not after a lack of memory."""
+    if device.type == "cuda":
+        try:
+            torch.cuda.synchronize(device)
+        except RuntimeError as error:
+            raise DeviceLost(f"{during}: {str(error).splitlines()[0]}; what was done is kept, rerun to resume") from error
 
 
 class Interrupted(Exception):
@@ -94,8 +109,3 @@ def diagnose(model: nn.Module, compute: Callable[[], object], world: World) -> s
     found += activations[:1]
     found += [f"the gradients of {len(gradients)} parameters, nearest to the loss {gradients[-1]}"] if gradients else []
     return "not finite: " + ("; ".join(found) or "nothing when computed again")
-
-
-def whole(x: Tensor) -> Tensor:
-    """A tensor that FSDP shares out, put together."""
-    return x.full_tensor() if isinstance(x, DTensor) else x

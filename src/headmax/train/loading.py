@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from headmax import durable
+from headmax.data.tokenizer import encode_text
 from headmax.models import HeadmaxConfig, HeadmaxForCausalLM
+from headmax.models.configuration import parse_config
 from headmax.models.weights import check_shapes, read_shapes, read_weights
 from headmax.train import checkpoint
 
@@ -44,12 +46,17 @@ def find_source(source: str | Path) -> Path:
 def is_run(source: str | Path) -> bool:
     """Whether `headmax train` wrote there: its config.json, or the checkpoints it makes room for before that."""
     path = Path(source) / CONFIG
-    if not path.exists():
+    if not path.is_file():
         return (path.parent / CHECKPOINTS).is_dir()
     try:
         return set(durable.read_json(path)) >= RUN_FIELDS
     except (ValueError, OSError):
         return False
+
+
+def is_model(folder: Path) -> bool:
+    """Whether its config.json is that of a headmax model."""
+    return (folder / CONFIG).is_file() and durable.read_json(folder / CONFIG).get("model_type") == HeadmaxConfig.model_type
 
 
 def load_config(source: str | Path) -> HeadmaxConfig:
@@ -63,10 +70,7 @@ def load_config(source: str | Path) -> HeadmaxConfig:
         raise ValueError(f"{path}: its model must be a JSON object, got {fields!r}")
     if (kind := fields.get("model_type")) != HeadmaxConfig.model_type:
         raise ValueError(f"{source}: model_type is {kind!r}, not a headmax model; see `headmax convert`")
-    try:
-        return HeadmaxConfig.from_dict(fields)
-    except Exception as error:  # whatever transformers raises of fields of its own
-        raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
+    return parse_config(fields, path)
 
 
 def load_model(source: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> HeadmaxForCausalLM:
@@ -81,9 +85,9 @@ def load_model(source: str | Path, device: str | torch.device = "cpu", dtype: to
     model.load_state_dict({name: x.to(device, dtype) for name, x in weights.items()}, strict=False, assign=True)  # the names are checked
     model.tie_weights()
     if run:  # in the data nothing ends a document but the first token of the next
-        model.generation_config.eos_token_id = [x for x in (config.bos_token_id, config.eos_token_id) if isinstance(x, int)] or None
+        model.generation_config.eos_token_id = [x for x in (config.bos_token_id, config.eos_token_id) if in_vocabulary(x, config)] or None
     elif (folder / GENERATION).is_file():
-        model.generation_config = _generation(folder / GENERATION)
+        model.generation_config = _generation(folder / GENERATION, config)
     return model.eval()
 
 
@@ -112,12 +116,19 @@ def _check(folder: Path, shapes: dict[str, tuple[int, ...]], config: HeadmaxConf
         raise ValueError(f"{folder}: {error}") from None
 
 
-def _generation(path: Path) -> GenerationConfig:
+def _generation(path: Path, config: HeadmaxConfig) -> GenerationConfig:
     fields = durable.read_json(path)
+    ends = fields.get("eos_token_id")
+    if not all(in_vocabulary(end, config) for end in (ends if isinstance(ends, list) else [] if ends is None else [ends])):
+        raise ValueError(f"{path}: eos_token_id must be one or more tokens of a vocabulary of {config.vocab_size}, got {ends!r}")
     try:
         return GenerationConfig.from_dict(fields)
     except (TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
+
+
+def in_vocabulary(token: object, config: HeadmaxConfig) -> TypeGuard[int]:
+    return isinstance(token, int) and not isinstance(token, bool) and 0 <= token < config.vocab_size
 
 
 def has_tokenizer(source: str | Path) -> bool:
@@ -131,7 +142,10 @@ def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> An
     try:
         if is_run(folder) and has_tokenizer(folder):
             return run_tokenizer(folder / "tokenizer.json", load_config(folder))
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+        ours = {"config": load_config(folder)} if is_model(folder) else {}  # transformers would read all of config.json
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code, **ours)
+        encode_text(tokenizer, "a")  # some settings are looked at only then
+        return tokenizer
     except Exception as error:  # such as plain Exception for a tokenizer.json that is none
         reason = f" ({' '.join(str(error).split())[:200]})" if has_tokenizer(folder) else ""
         raise ValueError(
@@ -146,5 +160,5 @@ def run_tokenizer(file: Path, config: HeadmaxConfig) -> PreTrainedTokenizerFast:
 
     tokenizer = Tokenizer.from_file(str(file))
     ids = {"bos_token": config.bos_token_id, "eos_token": config.eos_token_id, "pad_token": config.pad_token_id}
-    named = {name: tokenizer.id_to_token(number) for name, number in ids.items() if isinstance(number, int)}
+    named = {name: tokenizer.id_to_token(number) for name, number in ids.items() if in_vocabulary(number, config)}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named)

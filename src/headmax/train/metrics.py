@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from headmax import durable
+from headmax import durable, fields
 from headmax.records import Recorder
 from headmax.train.config import LogConfig
 
@@ -25,6 +25,24 @@ STABILITY = {
 """What is counted; the first WINDOW steps are not judged, and skipped steps are counted by themselves."""
 
 Line = dict[str, Any]
+NUMBERS: dict[str, Any] = {
+    **dict.fromkeys(("step", "tokens"), int),
+    **dict.fromkeys(("seconds", "tokens_per_s"), float),
+    **dict.fromkeys(("loss", "grad_norm"), float | None),
+    "skipped": bool,
+}
+"""What every line has."""
+MEASURED: dict[str, Any] = {"validation": dict[str, float | None], "gates": dict[str, dict[str, Any]]}
+"""What some have."""
+SUMMARY: dict[str, Any] = {
+    **dict.fromkeys(("steps", "tokens"), int),
+    **dict.fromkeys(("date", "device", "commit"), str),
+    "loss": float | None,
+    "validation": dict[str, float | None] | None,
+    "skipped_steps": list[int],
+    "stability": dict[str, dict[str, Any]],
+}
+"""What every summary.json has."""
 
 
 class Log:
@@ -89,12 +107,17 @@ class Wandb:
 
 def read_lines(path: Path) -> Iterator[Line]:
     """The lines of a metrics file, up to one that a killed process left unfinished."""
-    if path.exists():
-        for text in path.read_text().splitlines():
-            try:
-                yield json.loads(text)
-            except json.JSONDecodeError:
-                return
+    if not path.exists():
+        return
+    for number, text in enumerate(durable.read_text(path).splitlines(keepends=True), 1):
+        if not text.endswith("\n"):
+            return
+        try:
+            line = durable.parse_json(text)
+            fields.check(line, NUMBERS | MEASURED, set(NUMBERS), others=True)
+        except ValueError as error:
+            raise ValueError(f"{path}:{number}: not a line of metrics: {error}") from error
+        yield line
 
 
 def finite(value: Any) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -12,12 +14,35 @@ from torch.optim import AdamW
 from headmax.train.config import OptimConfig, TrainConfig
 
 
+def whole(x: Tensor) -> Tensor:
+    """A tensor that FSDP shares out, put together."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def by_kind(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Those that FSDP shares out, and whole ones: PyTorch's kernels for many tensors do not take both at once."""
+    shared: list[nn.Parameter] = [p for p in parameters if isinstance(p, DTensor)]
+    return [part for part in (shared, [p for p in parameters if not isinstance(p, DTensor)]) if part]
+
+
+class Adam(AdamW):
+    """AdamW whose groups may hold both kinds of parameters, so that they are the same in every checkpoint."""
+
+    def step(self, closure: Any = None) -> Any:
+        groups = self.param_groups
+        self.param_groups = [group | {"params": part} for group in groups for part in by_kind(group["params"])]
+        try:
+            return super().step(closure)
+        finally:
+            self.param_groups = groups
+
+
 def build_optimizer(model: nn.Module, config: OptimConfig) -> AdamW:
     """AdamW with weight decay on matrices alone: norms, A_log, dt_bias and biases have fewer than two dimensions."""
     matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
     others = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return AdamW([group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    return Adam([group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
 def learning_rate(config: TrainConfig, tokens: int) -> float:
@@ -31,10 +56,11 @@ def learning_rate(config: TrainConfig, tokens: int) -> float:
 
 def clip(model: nn.Module, limit: float) -> Tensor:
     """Scales the gradients down to a norm of at most `limit`, over all parameters and ranks; the norm before that."""
-    parameters = [p for p in model.parameters() if p.grad is not None]
-    norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    clip_grads_with_norm_(parameters, limit, norm)
+    parts = by_kind([p for p in model.parameters() if p.grad is not None])
+    norms = [whole(get_total_norm([p.grad for p in part if p.grad is not None])) for part in parts]
+    norm = norms[0] if len(norms) == 1 else get_total_norm(norms)
+    for part in parts:
+        clip_grads_with_norm_(part, limit, norm)
     return norm
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -90,29 +90,44 @@ def graphed(config: TrainConfig, world: World) -> bool:
     return world.device.type == "cuda" and world.size == 1 and config.compute.cuda_graph is not False and not config.against_graphs
 
 
+def replicated(model: nn.Module) -> list[nn.Parameter]:
+    """What FSDP leaves whole and in float32: all but the matrices of linear layers and embeddings, which autocast rounds too.
+
+    Norms, biases, A_log, dt_bias, head gates and short convolutions are few, and A_log rounded to bfloat16 is another decay.
+    """
+    layers = (module for module in model.modules() if isinstance(module, nn.Linear | nn.Embedding))
+    matrices = {id(layer.weight) for layer in layers}
+    return [p for p in model.parameters() if id(p) not in matrices]
+
+
 class Replica:
     """A model on this rank, ready to train: what to call, and in which precision."""
 
     def __init__(self, model: HeadmaxForCausalLM, config: TrainConfig, world: World) -> None:
         nn.Module.to(model, world.device).train()
-        self.model, self.module = model, cast(nn.Module, model)
+        self.model, self.module, self.world = model, cast(nn.Module, model), world
         narrow = config.compute.precision == "bfloat16"
         self.autocast = torch.autocast(world.device.type, torch.bfloat16, enabled=narrow)
+        self.replicated: list[nn.Parameter] = []
+        """Parameters whose gradients are summed here, not by DDP or FSDP."""
         if config.compute.activation_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         compiled = config.compute.compile
         if world.device.type == "cuda" if compiled is None else compiled:
             model.model.compile_blocks()
-        if world.size > 1 and config.parallel == "ddp":
+        if world.size > 1 and config.parallel.strategy == "ddp":
             self.module = DistributedDataParallel(model, gradient_as_bucket_view=True)
         elif world.size > 1:
-            # Parameters travel in what the products compute in, gradients are summed in float32, and autocast alone casts
-            # activations: FSDP would also round the angles of rotary positions.
+            # Blocks' matrices travel in what the products compute in, gradients are summed in float32, and autocast alone casts
+            # activations: FSDP would also round the angles of rotary positions. The embedding stays float32, as a bfloat16 one
+            # would have its gradient rounded, which autocast does not do.
             policy = MixedPrecisionPolicy(torch.bfloat16 if narrow else None, torch.float32, cast_forward_inputs=False)
             mesh = init_device_mesh(world.device.type, (world.size,))
+            self.replicated = replicated(model)
+            ignored = set(self.replicated)
             for block in model.model.layers:
-                fully_shard(block, mesh=mesh, mp_policy=policy)
-            fully_shard(model, mesh=mesh, mp_policy=policy)
+                fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=ignored)
+            fully_shard(model, mesh=mesh, mp_policy=replace(policy, param_dtype=None), ignored_params=ignored)
 
     @contextlib.contextmanager
     def micro_step(self, last: bool) -> Iterator[None]:
@@ -121,3 +136,13 @@ class Replica:
             self.module.set_requires_gradient_sync(last)
         with self.module.no_sync() if isinstance(self.module, DistributedDataParallel) and not last else contextlib.nullcontext():
             yield
+        if last:
+            self.average_replicated()
+
+    def average_replicated(self) -> None:
+        """The mean over ranks of the gradients that FSDP leaves alone, in one message."""
+        gradients = [p.grad for p in self.replicated if p.grad is not None]
+        if gradients:
+            row = self.world.sum(torch.cat([gradient.flatten() for gradient in gradients])) / self.world.size
+            for gradient, mean in zip(gradients, row.split([gradient.numel() for gradient in gradients]), strict=True):
+                gradient.copy_(mean.view_as(gradient))

@@ -21,10 +21,10 @@ from headmax.data.source import Batch, Source
 from headmax.models import HeadmaxConfig, HeadmaxForCausalLM
 from headmax.ops import Packing
 from headmax.train import checkpoint
-from headmax.train.checkpoint import Checkpoints
+from headmax.train.checkpoint import Checkpoints, one_process_is_meant
 from headmax.train.config import TrainConfig, decisive, flatten
 from headmax.train.evaluate import balance, evaluate
-from headmax.train.faults import Interrupted, NoMemory, StopSignals, TrainingError, diagnose
+from headmax.train.faults import Interrupted, NoMemory, StopSignals, TrainingError, check_device, diagnose
 from headmax.train.feed import Feed, predicted, to
 from headmax.train.graph import Replayed, ReplayedUpdate
 from headmax.train.loading import CHECKPOINTS, CONFIG, is_run
@@ -33,8 +33,6 @@ from headmax.train.optim import build_optimizer, clip, learning_rate, step_unles
 from headmax.train.parallel import Replica, World, graphed, join
 
 logger = logging.getLogger("headmax")
-
-"""In every run's folder."""
 
 
 def fit(
@@ -52,18 +50,19 @@ def fit(
 
     `tokenizer` is a folder whose tokenizer.json goes with the run; `start` are parameters by name that take the place of random ones;
     `show` gets every step's line of metrics, on the first rank.
-    Raises `Interrupted` after a signal, with all saved, `NoMemory` where a step does not fit, and `TrainingError` where the run cannot go
-    on.
+    Raises `Interrupted` after a signal, with all saved, `NoMemory` where a step does not fit, `DeviceLost` where the GPU fails, and
+    `TrainingError` where the run cannot go on.
     """
     if source.vocab_size > model.vocab_size:
         raise ValueError(f"model.vocab_size is {model.vocab_size}, but the data has {source.vocab_size} tokens: give at least as many")
     if config.gate_balance > 0 and model.head_gate is None:
         raise ValueError(f"gate_balance is {config.gate_balance}, but the model has no head gates")
-    with join(config.device) as world, sole_run(out, world):
+    words = None if tokenizer is None else durable.read_text(tokenizer / "tokenizer.json")
+    with join(config.device) as world, sole_run(out, world), own_randomness(world.device), one_process_is_meant():
         try:
             trainer = Trainer(model, config, source, validation, out, world, start or {}, show or (lambda line: None))
-            if tokenizer is not None and world.main:
-                durable.write(out / "tokenizer.json", (tokenizer / "tokenizer.json").read_bytes())
+            if words is not None and world.main:
+                durable.write(out / "tokenizer.json", words)
             try:
                 return trainer.run()
             finally:
@@ -72,6 +71,9 @@ def fit(
             raise TrainingError(f"cannot go on with {out}: {error}") from error
         except torch.OutOfMemoryError as error:
             raise NoMemory(config.compute, error) from error
+        except RuntimeError:
+            check_device(world.device, str(out))
+            raise
 
 
 RUN = durable.Owner("a run of headmax train", is_run)
@@ -91,6 +93,11 @@ def sole_run(out: Path, world: World) -> Iterator[None]:
         if refused := world.share(refused):
             raise ValueError(refused)
         yield
+
+
+def own_randomness(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """The caller's random numbers go on afterwards as if nothing had been drawn."""
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 Moment = torch.cuda.Event | float
