@@ -44,7 +44,7 @@ class Block(GradientCheckpointingLayer):
         """What runs fused on such an x: the parts that are as they were built."""
         if not wanted(self.fused, self.backend, x):
             return Fusion()
-        return Fusion(intact(self.mixer_norm, self.mlp_norm, kind=RMSNorm), self.mixer.fusible(), self.mlp.fusible())
+        return Fusion(intact(self.mixer_norm, self.mlp_norm, kind=RMSNorm), self.mixer.fusible(), self.mlp.fusible())  # type: ignore[operator]
 
     def forward(
         self,

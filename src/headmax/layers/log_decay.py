@@ -23,7 +23,7 @@ class _LogSigmoid(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, None]:
         (y,) = ctx.saved_tensors
         return (d_y * torch.expm1(ctx.normalizer * y) / -ctx.normalizer).to(ctx.dtype), None
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -17,14 +19,23 @@ class Padding:
         self.shape = tuple(mask.shape)
         self.places = mask.flatten().nonzero().flatten()
         """[tokens] where each token lies in the flattened batch."""
-        lengths = mask.sum(1)
-        self.packing = Packing(torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]))
-        """One sequence per row of the batch, empty for a row without tokens."""
+        self.lengths = mask.sum(1)
+        """[batch] tokens of each row."""
 
     @property
     def empty(self) -> bool:
         """Whether no row has a token."""
         return len(self.places) == 0
+
+    @functools.cached_property
+    def packing(self) -> Packing:
+        """One sequence per row of the batch, empty for a row without tokens; there must be one token at least."""
+        return Packing(torch.cat([self.lengths.new_zeros(1), self.lengths.cumsum(0)]))
+
+    @property
+    def positions(self) -> Tensor:
+        """[batch, time] how many tokens of its row each token has before it."""
+        return self.restore(self.packing.positions[None]) if not self.empty else torch.zeros(self.shape, device=self.places.device)
 
     @classmethod
     def of(cls, mask: Tensor | None) -> Padding | None:

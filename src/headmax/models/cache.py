@@ -29,10 +29,10 @@ class StateLayer(CacheLayerMixin):
 
     def advance(self, state: tuple | None, time: int, packing: Packing | None = None, padding: Padding | None = None) -> None:
         """Takes the state after `time` more places of each row."""
-        packed = packing if padding is None else padding.packing
+        lengths = padding.lengths if padding is not None else time if packing is None else packing.cu_seqlens.diff()
         self.state = state
         self.seen += time if packing is None else packing.longest
-        self.tokens = self.tokens + (time if packed is None else packed.cu_seqlens.diff())
+        self.tokens = self.tokens + lengths
         self.is_initialized = True
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> None:

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -176,7 +176,9 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
         packed again, or as the rows of a batch.
         """
         inputs = self.read_inputs(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, cu_seqlens)
-        x, gates, hidden_states = inputs.x, [], []
+        x = inputs.x
+        gates: list = []
+        hidden_states: list = []
         with self.compiler_limits():
             for n, (block, attends) in enumerate(zip(self.layers, self.uses_attention, strict=True)):
                 if output_hidden_states:
@@ -244,7 +246,7 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
             padding,
             self._angles(x, cache, position_ids, packing, padding),
             self._attention_mask(x, past, attention_mask, packing),
-            tuple(block.fusion(x) for block in self.layers),
+            tuple(cast(Block, block).fusion(x) for block in self.layers),
         )
 
     def _check_cache(self, cache: HeadmaxCache | None) -> None:
@@ -270,7 +272,7 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
         """[batch or 1, time]: how many tokens of its sequence each token has before it."""
         before = 0 if cache is None else cache.layers[0].tokens
         if padding is not None:
-            positions = padding.restore(padding.packing.positions[None])
+            positions = padding.positions
         else:
             positions = (torch.arange(x.shape[1], device=x.device) if packing is None else packing.positions)[None]
         if isinstance(before, Tensor):  # of each sequence its own number

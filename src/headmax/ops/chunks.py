@@ -19,8 +19,8 @@ SEGMENT = 4096
 """Longer sequences run in pieces of this many steps: temporary memory stays bounded and in reach of the caches."""
 
 
-SIZES = tuple(1 << n for n in range(CHUNK.bit_length()))
-"""Tokens of a chunk: the least that holds a short sequence, CHUNK for others."""
+SHORT_CHUNK = 16
+"""Tokens of a chunk where no sequence is longer."""
 
 
 class Chunks:
@@ -32,8 +32,8 @@ class Chunks:
     def __init__(self, time: int, packing: Packing | None) -> None:
         self.time = time
         self.packing = packing
-        # comparisons alone, so that a compiled graph serves every length but short ones
-        self.size = next(size for size in SIZES if time <= size or size == CHUNK) if packing is None else packing.size
+        # two sizes, so that two compiled graphs serve every length
+        self.size = packing.size if packing is not None else SHORT_CHUNK if time <= SHORT_CHUNK else CHUNK
         self.starts = torch.empty(0, dtype=torch.int64) if packing is None else packing.slot_starts
 
     def split(self, x: Tensor) -> Tensor:

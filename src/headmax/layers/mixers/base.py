@@ -195,11 +195,13 @@ class RecurrentMixer(Initialized):
             cu_seqlens=packing,
             backend="reference" if self.backend == "auto" and x.shape[1] == 1 else self.backend,  # one token is no chunk
         )
-        hidden, gates = self.read_out(o, p.swish, p.read if self.read_after_norm else None, fused), (p.read, p.write)
+        hidden = self.read_out(o, p.swish, p.read if self.read_after_norm else None, fused)
+        read, write = p.read, p.write
         if padding is not None:
-            hidden, *gates = (y if y is None else padding.restore(y) for y in (hidden, *gates))
+            hidden = padding.restore(hidden)
+            read, write = (gate if gate is None else padding.restore(gate) for gate in (read, write))
         new_state = RecurrentState(recurrent, p.conv, p.tokens) if recurrent is not None else None
-        return MixerOutput(hidden, new_state, tuple(gates))
+        return MixerOutput(hidden, new_state, (read, write))
 
     def project(
         self,
@@ -221,17 +223,17 @@ class RecurrentMixer(Initialized):
         if fused:
             matrices = [*(module.weight for module in modules), *([] if rows is None else [rows])]
             sizes = list(map(len, matrices))
-            parts = joint_product(x, matrices)[..., : sum(sizes)].split(sizes, dim=-1)
+            parts = list(joint_product(x, matrices)[..., : sum(sizes)].split(sizes, dim=-1))
         else:
-            parts = tuple(module(x) for module in modules)
-        (q, *side), (scores, *_) = parts[: len(modules)], (*parts[len(modules) :], None)
-        convolved = self.convolve([q, self.k_proj(x), self.v_proj(x)], state, packing, return_state, fused)
+            parts = [module(x) for module in modules]
+        scores = None if rows is None else parts.pop()
+        convolved = self.convolve([parts[0], self.k_proj(x), self.v_proj(x)], state, packing, return_state, fused)
         q, k, v = convolved.qkv
         q, k = (y.unflatten(-1, (-1, self.head_k_dim)) for y in (q, k))
         read, write = self.gates(q, k, x, convolved.scores if scores is None else scores)
         swish = None if self.g_proj is None else self.g_proj(x)
         v = v.unflatten(-1, (-1, self.head_v_dim))
-        return Projected(q, k, v, tuple(side), swish, read, write, convolved.conv, unit_length=convolved.unit_length)
+        return Projected(q, k, v, tuple(parts[1:]), swish, read, write, convolved.conv, unit_length=convolved.unit_length)
 
     def score_rows(self) -> Tensor | None:
         """The gates' scores as a matrix on the hidden state [gates * HV, E], where they are linear in it."""

@@ -81,7 +81,8 @@ class RetNet(RecurrentMixer):
         product = joint_product(x, [self.q_proj.weight, self.k_proj.weight, *([] if rows is None else [rows])])
         q, k, rest = turned(product, rotary, self.num_heads, self.head_k_dim, self.backend)
         read, write = self.gates(q, k, x, None if rows is None else rest[..., : len(rows)])
-        v, swish = self.v_proj(x).unflatten(-1, (-1, self.head_v_dim)), self.g_proj(x)
+        v = self.v_proj(x).unflatten(-1, (-1, self.head_v_dim))
+        swish = None if self.g_proj is None else self.g_proj(x)
         return Projected(q, k, v, (), swish, read, write, (), tokens)
 
     def recurrence(self, p: Projected, **options: Any) -> tuple[Tensor, Tensor | None]:
