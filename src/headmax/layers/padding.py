@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -21,21 +19,20 @@ class Padding:
         """[tokens] where each token lies in the flattened batch."""
         self.lengths = mask.sum(1)
         """[batch] tokens of each row."""
+        self.packing = None if self.empty else Packing(torch.cat([self.lengths.new_zeros(1), self.lengths.cumsum(0)]))
+        """One sequence per row of the batch, empty for a row without tokens; None where no row has any."""
 
     @property
     def empty(self) -> bool:
         """Whether no row has a token."""
         return len(self.places) == 0
 
-    @functools.cached_property
-    def packing(self) -> Packing:
-        """One sequence per row of the batch, empty for a row without tokens; there must be one token at least."""
-        return Packing(torch.cat([self.lengths.new_zeros(1), self.lengths.cumsum(0)]))
-
     @property
     def positions(self) -> Tensor:
         """[batch, time] how many tokens of its row each token has before it."""
-        return self.restore(self.packing.positions[None]) if not self.empty else torch.zeros(self.shape, device=self.places.device)
+        if self.packing is None:
+            return torch.zeros(self.shape, dtype=torch.int64, device=self.places.device)
+        return self.restore(self.packing.positions[None])
 
     @classmethod
     def of(cls, mask: Tensor | None) -> Padding | None:

@@ -19,10 +19,6 @@ SEGMENT = 4096
 """Longer sequences run in pieces of this many steps: temporary memory stays bounded and in reach of the caches."""
 
 
-SHORT_CHUNK = 16
-"""Tokens of a chunk where no sequence is longer."""
-
-
 class Chunks:
     """Splits [batch, time, heads, ...] into [batch, chunks, heads, C, ...] and back; empty slots hold zeros.
 
@@ -32,8 +28,7 @@ class Chunks:
     def __init__(self, time: int, packing: Packing | None) -> None:
         self.time = time
         self.packing = packing
-        # two sizes, so that two compiled graphs serve every length
-        self.size = packing.size if packing is not None else SHORT_CHUNK if time <= SHORT_CHUNK else CHUNK
+        self.size = CHUNK if packing is None else packing.size
         self.starts = torch.empty(0, dtype=torch.int64) if packing is None else packing.slot_starts
 
     def split(self, x: Tensor) -> Tensor:
