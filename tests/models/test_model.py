@@ -163,6 +163,37 @@ def test_compiled_training_sees_the_documents_that_positions_tell() -> None:
     torch._dynamo.reset()
 
 
+def test_a_compiled_model_keeps_apart_what_positions_tell_apart() -> None:
+    model, ids, positions = make("gla"), tokens(1, 9), torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    compiled = torch.compile(model.model, backend="aot_eager")
+    with torch.no_grad():
+        expected = model.model(ids, position_ids=positions).last_hidden_state
+        assert close(compiled(ids, position_ids=positions).last_hidden_state, expected)
+        assert not close(model.model(ids).last_hidden_state, expected)
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_compiled_model_takes_padding() -> None:
+    model, ids, mask = make("gla").train(), tokens(2, 9), torch.ones(2, 9, dtype=torch.int64)
+    mask[0, 6:] = 0
+    compiled = torch.compile(model, backend="aot_eager")
+    for given in (mask, torch.ones_like(mask)):
+        assert close(compiled(ids, attention_mask=given, labels=ids).loss, model(ids, attention_mask=given, labels=ids).loss)
+    torch._dynamo.reset()
+
+
+def test_aot_eager_trains_at_a_second_length() -> None:
+    model = make("gla").train()
+    compiled = torch.compile(model, backend="aot_eager", dynamic=True)
+    for time in (70, 90):
+        ids = tokens(2, time)
+        loss, expected = compiled(ids, labels=ids).loss, model(ids, labels=ids).loss
+        gradients, wanted = (torch.autograd.grad(x, model.lm_head.weight)[0] for x in (loss, expected))
+        assert close(gradients, wanted, 1e-3)
+    torch._dynamo.reset()
+
+
 def test_sampling_several_sequences_and_continuing_a_cache() -> None:
     model, ids = make("gla"), tokens(1, 5)
     ones = torch.ones_like(ids)
@@ -405,6 +436,11 @@ def test_call_errors() -> None:
         model(ids, seq_idx=torch.zeros(1, 6))
     with pytest.raises(ValueError, match=r"unknown argument 'return_gate'; did you mean 'return_gates'"):
         model(ids, return_gate=True)
+    with pytest.raises(ValueError, match="output_attentions is not supported: recurrent layers have no attention maps"):
+        model(ids, output_attentions=True)
+    assert model(ids, output_attentions=False, head_mask=None).logits.shape == (1, 6, 60)
+    with pytest.raises(ValueError, match="attention_mask pads rows and cu_seqlens packs sequences"):
+        model(ids, attention_mask=torch.tensor([[0, 1, 1, 1, 1, 1]]), cu_seqlens=torch.tensor([0, 2, 6]), use_cache=False)
     with pytest.raises(ValueError, match="past_key_values has 1 layers, the model 3"):
         model(ids, past_key_values=HeadmaxCache(1))
     with pytest.raises(ValueError, match="a recurrent state cannot be cropped"):
