@@ -34,8 +34,6 @@ from headmax.train.parallel import Replica, World, graphed, join
 
 logger = logging.getLogger("headmax")
 
-"""In every run's folder."""
-
 
 def fit(
     model: HeadmaxConfig,
