@@ -194,7 +194,8 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
                     return_gates=return_gates,
                     fusion=inputs.fusion[n],
                 )
-                gates.append(gate)
+                if return_gates:
+                    gates.append(gate)
                 if layer is not None and inputs.use_cache:
                     layer.advance(state, x.shape[1], inputs.packing, inputs.padding)
         x = self.norm(x)

@@ -19,6 +19,20 @@ SEGMENT = 4096
 """Longer sequences run in pieces of this many steps: temporary memory stays bounded and in reach of the caches."""
 
 
+class _ContiguousGradient(torch.autograd.Function):
+    """x itself. Its gradient leaves the chunked layout permuted, and PyTorch 2.13 traces those of softplus, logsigmoid and F.pad with
+    dynamic shapes as if they were contiguous: `aot_eager` then fails at a second length.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, d_x: Tensor) -> Tensor:
+        return d_x.contiguous()
+
+
 class Chunks:
     """Splits [batch, time, heads, ...] into [batch, chunks, heads, C, ...] and back; empty slots hold zeros.
 
@@ -32,9 +46,12 @@ class Chunks:
         self.starts = torch.empty(0, dtype=torch.int64) if packing is None else packing.slot_starts
 
     def split(self, x: Tensor) -> Tensor:
+        x = _ContiguousGradient.apply(x)
         flat = x.flatten(3) if x.ndim > 3 else x.unsqueeze(-1)
         if self.packing is None:
-            flat = F.pad(flat, (0, 0, 0, 0, 0, (self.time + self.size - 1) // self.size * self.size - self.time))
+            batch, _, heads, width = flat.shape
+            extra = (self.time + self.size - 1) // self.size * self.size - self.time
+            flat = torch.cat([flat, flat.new_zeros(batch, extra, heads, width)], dim=1)  # F.pad: see _ContiguousGradient
         else:
             flat = F.pad(flat, (0, 0, 0, 0, 0, 1)).index_select(1, self.packing.slot_tokens)
         chunked = flat.unflatten(1, (-1, self.size)).transpose(2, 3)
