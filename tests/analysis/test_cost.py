@@ -36,10 +36,10 @@ def rewritten(function: Callable, changes: dict[str, str]) -> Callable:
 
 
 PAIRS = 400
-COLLECTING = {"        if return_gates:\n            gates.append(gate)\n": "", "gates=tuple(gates) if return_gates else None,": ""}
+COLLECTING = {"            if return_gates:\n                gates.append(gate)\n": "", "gates=tuple(gates) if return_gates else None,": ""}
 BARE = {
     HeadmaxModel: rewritten(HeadmaxModel.forward, COLLECTING),
-    RecurrentMixer: rewritten(RecurrentMixer.forward, {"(read, write))": "None)"}),
+    RecurrentMixer: rewritten(RecurrentMixer.forward, {"new_state, (read, write))": "new_state, None)"}),
 }
 """The two methods that hand gates on, as if they did not."""
 

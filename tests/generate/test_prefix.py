@@ -19,7 +19,7 @@ def close(x: torch.Tensor, y: torch.Tensor, tolerance: float = 1e-4) -> bool:
 
 
 def leaves(prefix: PrefixState) -> list[torch.Tensor]:
-    return torch.utils._pytree.tree_leaves(prefix.states)
+    return [x for x in torch.utils._pytree.tree_leaves(prefix.states) if x is not None]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -88,6 +88,30 @@ def test_a_prefix_of_another_model_or_dtype_is_refused(tmp_path: Path) -> None:
             Engine(other).generate(Request(tokens(2), prefix, 1))
     assert fingerprint(make_model("gla")) == fingerprint(model)
     assert len({fingerprint(other) for other in (model, *others)}) == 5
+
+
+def test_weights_are_read_for_a_fingerprint_only_where_it_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    monkeypatch.setattr("headmax.generate.prefix.fingerprint", lambda model: taken.append(model) or fingerprint(model))
+    engine, other = Engine(make_model("gla")), Engine(make_model("gla"))
+    prefix = engine.prefill(tokens(9))
+    engine.generate(Request(tokens(3), engine.prefill(tokens(2), prefix), 2))
+    assert taken == []
+    prefix.save(tmp_path / "p.safetensors")
+    assert taken == [engine.model]
+    loaded = other.load_prefix(tmp_path / "p.safetensors")
+    assert taken == [engine.model, other.model]
+    for given in (loaded, prefix):  # handed from one engine to another
+        other.generate(Request(tokens(3), given, 2))
+    assert taken == [engine.model, other.model]
+
+
+def test_a_fingerprint_does_not_depend_on_how_it_is_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefix that 0.1 saved is known again."""
+    model = make_model("gla")
+    whole = fingerprint(model)
+    monkeypatch.setattr("headmax.generate.prefix.PIECE", 1000)
+    assert fingerprint(model) == whole
 
 
 def test_a_file_that_is_cut_short_or_something_else_is_refused(tmp_path: Path) -> None:

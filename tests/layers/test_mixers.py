@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from headmax import HeadGateConfig, HeadmaxConfig, HeadmaxForCausalLM, Packing
 from headmax.layers import MIXERS
 from headmax.layers.feature_map import FEATURE_MAPS
+from headmax.layers.fusion import Fusion
 from headmax.layers.mixers import RecurrentMixer
 from headmax.layers.norm import OutputNorm
 from headmax.layers.rotary import Rotary, RotarySettings, rotate
@@ -41,19 +42,20 @@ def close(x: torch.Tensor, y: torch.Tensor, tolerance: float = 1e-12) -> bool:
 
 @pytest.mark.parametrize("name", MIXERS)
 @pytest.mark.parametrize("at", [1, 2, 5, 19])
-def test_state_hand_over(name: str, at: int) -> None:
+@pytest.mark.parametrize("told", [True, False], ids=["positions", "no positions"])
+def test_state_hand_over(name: str, at: int, told: bool) -> None:
     mixer, x = make(name), hidden(2, 20)
-    positions = torch.arange(20)[None]
-    whole = mixer(x, return_state=True)
-    first = mixer(x[:, :at], return_state=True, positions=positions[:, :at])
-    second = mixer(x[:, at:], state=first.state, return_state=True, positions=positions[:, at:])
+    positions = torch.arange(20)[None] if told else torch.empty(1, 0)
+    whole = mixer(x, return_state=True, positions=positions if told else None)
+    first = mixer(x[:, :at], return_state=True, positions=positions[:, :at] if told else None)
+    second = mixer(x[:, at:], state=first.state, return_state=True, positions=positions[:, at:] if told else None)
     assert close(torch.cat([first.hidden, second.hidden], 1), whole.hidden)
     for x, y in zip(_leaves(second.state), _leaves(whole.state), strict=True):
         assert close(x, y)
 
 
 def _leaves(state: Any) -> list[torch.Tensor]:
-    return torch.utils._pytree.tree_leaves(state)
+    return [x for x in torch.utils._pytree.tree_leaves(state) if x is not None]
 
 
 @pytest.mark.parametrize("name", MIXERS)
@@ -140,7 +142,6 @@ def test_a_backend_is_that_of_every_op(backend: str, monkeypatch: pytest.MonkeyP
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["auto", "chunkwise", "triton"])
 def test_a_backend_is_that_of_every_op_on_a_gpu(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headmax.layers.norm.FEW", 0)
     kernels = "reference" if backend == "chunkwise" else "triton"
     taken = choices(monkeypatch, backend, "cuda")
     assert taken["gla"] == {"chunkwise" if backend == "chunkwise" else "triton"}
@@ -162,7 +163,7 @@ def test_the_kernels_of_a_mixer_compute_what_its_plain_form_does(name: str, devi
 
 def test_a_kernel_that_cannot_run_says_so() -> None:
     pytest.importorskip("triton")
-    with pytest.raises(ValueError, match=r"short_conv: backend 'triton' computes in float32, got torch\.float64"):
+    with pytest.raises(ValueError, match=r"short_conv: backend 'triton' cannot run here: it computes in float32, got torch\.float64"):
         make("gla", backend="triton")(hidden(1, 5))
 
 
@@ -172,6 +173,40 @@ def test_left_padding_leaves_no_trace(name: str) -> None:
     padded = torch.cat([hidden(1, 5, seed=9), x], 1)
     mask = torch.tensor([[0] * 5 + [1] * 12])
     assert close(mixer(padded, mask=mask).hidden[:, 5:], mixer(x).hidden, 1e-10)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("name", RECURRENT)
+def test_padding_is_nowhere_seen(name: str, fused: bool) -> None:
+    """Holes, padding on either side, a row without tokens: outputs, states, gates and gradients are those of the tokens alone."""
+    mixer, mask = make(name), torch.zeros(4, 12, dtype=torch.int64)
+    mask[0, 2:], mask[1, :5], mask[2, [0, 3, 4, 9]] = 1, 1, 1
+    x, past = hidden(4, 12).requires_grad_(), mixer(hidden(4, 3, seed=1), return_state=True).state
+    positions = 3 + (mask.cumsum(1) - 1).clamp_min(0)
+    for state in (None, past):
+        place = positions if name == "retnet" and state is not None else None
+        rotary = None if place is None else mixer.rotary.at(place[mask.bool()][None], torch.float64)
+        padded = mixer(x, state=state, return_state=True, positions=rotary, mask=mask, fused=fused)
+        for row in range(4):
+            own = mask[row].bool()
+            assert not padded.hidden[row, ~own].any()
+            before = None if state is None else _row(state, row)
+            if not own.any():
+                kept = torch.zeros_like(padded.state.recurrent[row]) if before is None else before.recurrent[0]
+                assert torch.equal(padded.state.recurrent[row], kept)
+                continue
+            alone = mixer(
+                x[row : row + 1, own], state=before, return_state=True, positions=None if place is None else place[row, own][None]
+            )
+            assert close(padded.hidden[row, own], alone.hidden[0], 1e-10)
+            assert all(close(a[row], e[0], 1e-10) for a, e in zip(_leaves(padded.state), _leaves(alone.state), strict=True))
+            assert all(close(a[row, own], e[0], 1e-10) for a, e in zip(padded.gates, alone.gates, strict=True))
+            wanted, actual = (torch.autograd.grad(y.square().sum(), x, retain_graph=True)[0] for y in (alone.hidden, padded.hidden[row]))
+            assert close(actual, wanted, 1e-10)
+
+
+def _row(state: Any, row: int) -> Any:
+    return type(state)(state.recurrent[row : row + 1], tuple(x[row : row + 1] for x in state.conv))
 
 
 @pytest.mark.parametrize("name", MIXERS)
@@ -320,8 +355,8 @@ def test_errors_name_the_setting() -> None:
     with pytest.raises(ValueError, match="source 'hidden_heads' splits hidden_size 32 over 3 heads"):
         MIXERS["gla"](WIDTH, 3, head_k_dim=4, head_v_dim=4, head_gate=HeadGateConfig(source="hidden_heads"))
     retnet, x = make("retnet"), hidden(1, 3)
-    state = retnet(x, return_state=True).state
-    with pytest.raises(ValueError, match="RetNet: positions must be given with a state"):
+    state = retnet(x, return_state=True, positions=torch.arange(3)[None]).state
+    with pytest.raises(ValueError, match="RetNet: positions must be given with a state that was made with positions"):
         retnet(x, state=state)
 
 
@@ -378,7 +413,7 @@ def test_the_kernel_of_the_convolution_to_unit_length(
 
     def function(x: torch.Tensor, weight: torch.Tensor, scorer: torch.Tensor | None, backend: str) -> list[torch.Tensor]:
         there = packing and packing.to(x.device)
-        return [y for y in unit_convolution(x, weight, scorer, heads, there, backend) if y is not None]
+        return [y for y in unit_convolution(x, weight, scorer, heads, packing=there, backend=backend) if y is not None]
 
     compare(function, [torch.randn(2 if bounds is None else 1, time, heads * width), weight, scorer], device, dtype, bound)
 
@@ -390,21 +425,36 @@ def test_the_kernel_of_the_convolution_to_unit_length(
     ("gated_deltanet", {"num_v_heads": 8}, 5),  # k, v, swish gate, output, and one for q, decay and strength
 ])  # fmt: skip
 @pytest.mark.parametrize("source", ["head", "hidden_heads", "hidden"])
-def test_a_training_graph_joins_products_and_computes_the_same(name: str, options: dict[str, Any], products: int, source: Any) -> None:
-    """In float64, which autocast leaves alone."""
+def test_a_fused_mixer_computes_what_its_modules_do(name: str, options: dict[str, Any], products: int, source: Any) -> None:
+    """In float64, which autocast leaves alone; eagerly and compiled."""
     mixer = make(name, **options, head_gate=HeadGateConfig(init_std=1.0, source=source)).requires_grad_()
     x, leaves = hidden(2, 20).requires_grad_(), list(mixer.parameters())
-    positions = None if mixer.rotary is None else mixer.rotary.at(torch.arange(20)[None], torch.float64)  # as a model has them
-    expected = torch.autograd.grad(mixer(x, positions=positions).hidden.square().sum(), [x, *leaves])
+
+    def gradients(mixer: Any, fused: bool) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(mixer(x, fused=fused).hidden.square().sum(), [x, *leaves])
+
+    expected = gradients(mixer, fused=False)
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(mixer, fullgraph=True, backend=counter)
     with torch.autocast("cpu", torch.bfloat16):
-        actual = torch.autograd.grad(compiled(x, positions=positions).hidden.square().sum(), [x, *leaves])
-    for a, e in zip(actual, expected, strict=True):
-        assert distance(a, e) <= 1e-10
+        for actual in (gradients(mixer, fused=True), gradients(compiled, fused=True)):
+            assert max(distance(a, e) for a, e in zip(actual, expected, strict=True)) <= 1e-10
     found = [node for node in counter.graphs[0].graph.nodes if node.target is torch._C._nn.linear]
     assert len(found) == products
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_a_fused_mixer_hands_over_its_state(name: str) -> None:
+    """Packed sequences too, some shorter than the convolution."""
+    mixer, packing = make(name), Packing([0, 2, 12, 13])
+    x, later = hidden(1, 13), hidden(1, 13, seed=1)
+    positions = packing.positions[None]
+    options = {"packing": packing, "positions": positions, "return_state": True}
+    for state in (None, mixer(later, **options).state):
+        fused, modules = (mixer(x, state=state, fused=fused, **options) for fused in (True, False))
+        assert close(fused.hidden, modules.hidden)
+        assert all(close(a, e) for a, e in zip(_leaves(fused.state), _leaves(modules.state), strict=True))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted where there is no GPU")
@@ -417,70 +467,85 @@ def test_a_training_graph_joins_products_and_computes_the_same(name: str, option
     ("retnet", None),
     ("gated_deltanet", {"read_position": "after_norm"}),
 ], ids=str)  # fmt: skip
-def test_the_kernels_of_a_training_graph(name: str, settings: dict[str, Any] | None) -> None:
-    """They compute what the plain mixer does, and all its gates are made in one."""
+def test_the_kernels_of_a_fused_mixer(name: str, settings: dict[str, Any] | None) -> None:
+    """They compute what the modules do, eagerly and compiled, and all gates are made in one."""
     gates = None if settings is None else HeadGateConfig(init_std=1.0, **settings)
     options: dict[str, Any] = {} if name == "gated_deltanet" else {"conv_size": None}
     mixer = make(name, backend="triton", head_gate=gates, heads=2, **options).float().requires_grad_()
     x, leaves = hidden(2, 6).float().requires_grad_(), list(mixer.parameters())
-    positions = None if mixer.rotary is None else mixer.rotary.at(torch.arange(6)[None])
-    expected = torch.autograd.grad(mixer(x, positions=positions).hidden.square().sum(), [x, *leaves])
+
+    def gradients(mixer: Any, fused: bool) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(mixer(x, fused=fused).hidden.square().sum(), [x, *leaves])
+
+    expected = gradients(mixer, fused=False)
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(mixer, fullgraph=True, backend=counter)
-    actual = torch.autograd.grad(compiled(x, positions=positions).hidden.square().sum(), [x, *leaves])
-    for a, e in zip(actual, expected, strict=True):
-        assert distance(a, e) <= 2e-5
+    for actual in (gradients(mixer, fused=True), gradients(compiled, fused=True)):
+        assert max(distance(a, e) for a, e in zip(actual, expected, strict=True)) <= 2e-5
     called = [str(node.target) for part in counter.graphs[0].modules() if hasattr(part, "graph") for node in part.graph.nodes]
     kernels = {"retnet": "turned", "gated_deltanet": "short_conv", "gla": "decayed_attention"}
     for kernel in ("read_out", kernels[name]):
         assert any(kernel in target for target in called), kernel
-    assert sum("split_gates" in target for target in called) == (gates is not None)
+    assert sum(target == "headmax.split_gates.default" for target in called) == (gates is not None)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("name", ["gla", "retnet", "gated_deltanet"])
-def test_modules_with_hooks_or_in_other_forms_are_called_by_a_training_graph_too(name: str) -> None:
-    """A hook doubles what its module gives; an adapter stands where a norm was."""
+def test_what_is_no_longer_as_it_was_built_is_called(name: str) -> None:
+    """A hook doubles what its module gives; an adapter stands where a norm or a projection was."""
 
     class Doubled(nn.Module):
-        def __init__(self, norm: nn.Module) -> None:
+        def __init__(self, inner: nn.Module) -> None:
             super().__init__()
-            self.norm = norm
+            self.inner = inner
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return 2 * self.norm(x)
+            return 2 * self.inner(x)
 
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_heads": 2, "vocab_size": 20}
-    model = HeadmaxForCausalLM(HeadmaxConfig(mixer=name, **sizes, head_gate=HeadGateConfig(init_std=1.0))).double()
+    model = HeadmaxForCausalLM(HeadmaxConfig(mixer=name, **sizes, head_gate=HeadGateConfig(init_std=1.0), fused=True)).double()
     block, x = model.model.layers[0], torch.randn(2, 5, 16, dtype=torch.float64)
-    hooked = [
-        "mixer_norm",
-        "mlp_norm",
-        "mlp.gate_proj",
-        "mlp.down_proj",
-        "mixer.o_proj",
-        "mixer.output_norm",
-        "mixer.q_proj",
-        "mixer.k_proj",
-    ]
-    parts = [block.get_submodule(part) for part in (*hooked, *["mixer.convs.0"] * (name == "gated_deltanet"))]
+    assert block.fusion(x) == Fusion(norms=True, mixer=True, mlp=True)
+    before = block(x).hidden
+    assert distance(before, block(x, fusion=Fusion()).hidden) <= 1e-10
+    norms = {"mixer_norm", "mlp_norm"}
+    mlp = {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}
+    mixer = {"mixer.q_proj", "mixer.k_proj", "mixer.o_proj", "mixer.output_norm", "mixer.output_norm.norm"}
+    mixer |= {f"mixer.{side}" for side in block.mixer.side} | ({"mixer.convs.0"} if name == "gated_deltanet" else set())
 
     def double(module: nn.Module, inputs: Any, output: Any) -> Any:
         return (2 * output[0], output[1]) if isinstance(output, tuple) else 2 * output
 
-    def agree() -> bool:
-        torch._dynamo.reset()
-        compiled = torch.compile(block, fullgraph=True, backend="eager")
-        return distance(compiled(x.requires_grad_()).hidden, block(x).hidden) <= 1e-10
-
-    handles = [part.register_forward_hook(double) for part in parts]
-    assert agree()
-    for handle in handles:
+    for path in sorted(norms | mlp | mixer):
+        expected = Fusion(path not in norms, path not in mixer, path not in mlp)
+        handle = block.get_submodule(path).register_forward_hook(double)
+        assert block.fusion(x) == expected
+        hooked = block(x).hidden
         handle.remove()
-    block.mixer_norm, block.mlp_norm = Doubled(block.mixer_norm), Doubled(block.mlp_norm)
-    block.mixer.output_norm.norm = Doubled(block.mixer.output_norm.norm)
-    assert agree()
+        assert distance(hooked, before) > 1e-9, path
+        assert distance(block(x).hidden, before) <= 1e-12, path
+        if path != "mixer.output_norm" and "convs" not in path:
+            owner, _, last = path.rpartition(".")
+            inner = block.get_submodule(path)
+            setattr(block.get_submodule(owner), last, Doubled(inner))
+            assert block.fusion(x) == expected
+            assert distance(block(x).hidden, hooked) <= 1e-12, path
+            setattr(block.get_submodule(owner), last, inner)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiled_blocks_see_a_hook_that_arrives_later() -> None:
+    model = HeadmaxForCausalLM(HeadmaxConfig(mixer="gla", hidden_size=16, num_hidden_layers=1, num_heads=2, vocab_size=20, fused=True))
+    ids = torch.arange(10)[None]
+    expected = model.double()(ids).logits
+    torch._dynamo.reset()
+    model.model.compile_blocks(backend="eager")
+    assert distance(model(ids).logits, expected) <= 1e-10
+    model.model.layers[0].mlp.down_proj.register_forward_hook(lambda module, inputs, output: 2 * output)
+    hooked = model(ids).logits
+    assert distance(hooked, expected) > 1e-3
+    model.model.layers[0]._compiled_call_impl = None
+    assert distance(hooked, model(ids).logits) <= 1e-10
 
 
 def test_the_operator_of_the_short_convolution_is_registered_properly() -> None:
@@ -488,7 +553,7 @@ def test_the_operator_of_the_short_convolution_is_registered_properly() -> None:
     from headmax.layers.triton_conv import _forward, short_conv
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    x, weight, scorer = (torch.randn(shape, device=device, requires_grad=True) for shape in ((1, 5, 6), (6, 3), (2, 3)))
+    x, weight, scorer = (torch.randn(shape, device=device) for shape in ((1, 5, 6), (6, 3), (2, 3)))
     for given in ((None, 0), (None, 2), (scorer, 2)):
         torch.library.opcheck(_forward, (x, weight, None, *given, 1e-6))
     single = torch.randn(1, 3, 6, device=device).transpose(0, 1)  # one token each, whose strides say little

@@ -117,26 +117,32 @@ def test_prefill_in_pieces_and_other_caches() -> None:
         model.generate(ids, cache_implementation="static", **options)
 
 
-def test_right_padding_is_fine_without_a_state_and_refused_with_one() -> None:
-    model, ids = make("gla"), tokens(1, 9)
-    mask = torch.tensor([[1] * 6 + [0] * 3])
-    output = model(ids, attention_mask=mask)
-    assert close(output.logits[:, :6], model(ids[:, :6]).logits)
-    assert output.past_key_values is None
-    assert make("attention")(ids, attention_mask=mask.bool(), use_cache=True).past_key_values.get_seq_length() == 9
-    with pytest.raises(ValueError, match="attention_mask must pad on the left where a state is kept"):
-        model(ids, attention_mask=mask, use_cache=True)
+@everywhere
+def test_padding_changes_nothing_wherever_it_is(name: str) -> None:
+    """On either side and in between, before a state and after one: logits are those of the tokens alone."""
+    model, ids, mask = make(name), tokens(3, 10), torch.ones(3, 10, dtype=torch.int64)
+    mask[0, :3], mask[1, [2, 3, 7]], mask[2, 6:] = 0, 0, 0
+    alone = [model(row[kept.bool()][None]).logits[0] for row, kept in zip(ids, mask, strict=True)]
+    logits = model(ids, attention_mask=mask).logits
+    cache = model(ids[:, :5], attention_mask=mask[:, :5], use_cache=True).past_key_values
+    later = model(ids[:, 5:8], attention_mask=mask[:, :8], past_key_values=cache).logits
+    last = model(ids[:, 8:], attention_mask=mask, past_key_values=cache).logits
+    for row in range(3):
+        kept = mask[row].bool()
+        assert close(logits[row, kept], alone[row])
+        assert close(torch.cat([logits[row, :5], later[row], last[row]])[kept], alone[row])
 
 
-@pytest.mark.parametrize("mask", [[[0, 1, 1]], [[1] * 5 + [0, 1, 1]]], ids=["of the new tokens", "of all"])
-def test_padding_after_a_state_is_refused(mask: list[list[int]]) -> None:
-    for name in ("gla", "hybrid"):
-        model = make(name)
-        past = model(tokens(1, 5), use_cache=True).past_key_values
-        with pytest.raises(ValueError, match="attention_mask pads tokens that follow a state"):
-            model(tokens(1, 3), attention_mask=torch.tensor(mask), past_key_values=past)
-        later = model(tokens(1, 3), attention_mask=torch.ones(1, 3), past_key_values=past)
-        assert later.past_key_values.get_seq_length() == 8
+def test_a_recurrent_model_may_be_told_of_padding_in_the_new_tokens_only() -> None:
+    model, ids = make("gla"), tokens(1, 8)
+    past = model(ids[:, :5], use_cache=True).past_key_values
+    later = model(torch.cat([ids[:, :1], ids[:, 5:]], 1), attention_mask=torch.tensor([[0, 1, 1, 1]]), past_key_values=past)
+    assert close(later.logits[:, 1:], model(ids).logits[:, 5:])
+    assert later.past_key_values.get_seq_length() == 9
+    hybrid = make("hybrid")
+    past = hybrid(ids[:, :5], use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="attention_mask must cover the cache too"):
+        hybrid(ids[:, :3], attention_mask=torch.ones(1, 3), past_key_values=past)
 
 
 def test_left_padding_may_go_on_in_the_next_piece() -> None:
@@ -154,6 +160,26 @@ def test_compiled_training_sees_the_documents_that_positions_tell() -> None:
     compiled = torch.compile(model, backend="aot_eager")
     assert close(compiled(**batch).loss, model(**batch).loss)
     assert not close(model(**batch).loss, model(batch["input_ids"], labels=batch["labels"]).loss)
+    torch._dynamo.reset()
+
+
+def test_a_compiled_model_keeps_apart_what_positions_tell_apart() -> None:
+    model, ids, positions = make("gla"), tokens(1, 9), torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    compiled = torch.compile(model.model, backend="aot_eager")
+    with torch.no_grad():
+        expected = model.model(ids, position_ids=positions).last_hidden_state
+        assert close(compiled(ids, position_ids=positions).last_hidden_state, expected)
+        assert not close(model.model(ids).last_hidden_state, expected)
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_compiled_model_takes_padding() -> None:
+    model, ids, mask = make("gla").train(), tokens(2, 9), torch.ones(2, 9, dtype=torch.int64)
+    mask[0, 6:] = 0
+    compiled = torch.compile(model, backend="aot_eager")
+    for given in (mask, torch.ones_like(mask)):
+        assert close(compiled(ids, attention_mask=given, labels=ids).loss, model(ids, attention_mask=given, labels=ids).loss)
     torch._dynamo.reset()
 
 
@@ -184,7 +210,7 @@ def test_packed_sequences_keep_states_that_fork(name: str) -> None:
         forked = cache.select(torch.tensor(forks))
         output = model(torch.cat(pieces, 1), cu_seqlens=Packing([0, 3, 5, 6, 11]), past_key_values=forked, use_cache=True)
         assert close(output.logits, torch.cat(expected, 1), 1e-12)
-        assert forked.layers[0].seen.tolist() == [73, 9, 8, 6]
+        assert forked.layers[0].tokens.tolist() == [73, 9, 8, 6]
         rows = tokens(3, 4, seed=5)
         whole = [model(torch.cat([context, row[None]], 1)).logits[:, -4:] for context, row in zip(contexts, rows, strict=True)]
         assert close(model(rows, past_key_values=cache).logits, torch.cat(whole), 1e-12)
@@ -399,6 +425,11 @@ def test_call_errors() -> None:
         model(ids, seq_idx=torch.zeros(1, 6))
     with pytest.raises(ValueError, match=r"unknown argument 'return_gate'; did you mean 'return_gates'"):
         model(ids, return_gate=True)
+    with pytest.raises(ValueError, match="output_attentions is not supported: recurrent layers have no attention maps"):
+        model(ids, output_attentions=True)
+    assert model(ids, output_attentions=False, head_mask=None).logits.shape == (1, 6, 60)
+    with pytest.raises(ValueError, match="attention_mask pads rows and cu_seqlens packs sequences"):
+        model(ids, attention_mask=torch.tensor([[0, 1, 1, 1, 1, 1]]), cu_seqlens=torch.tensor([0, 2, 6]), use_cache=False)
     with pytest.raises(ValueError, match="past_key_values has 1 layers, the model 3"):
         model(ids, past_key_values=HeadmaxCache(1))
     with pytest.raises(ValueError, match="a recurrent state cannot be cropped"):

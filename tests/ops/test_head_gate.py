@@ -86,7 +86,7 @@ def test_scores_that_make_no_gates_are_refused() -> None:
         split_gates(scores, 2)
     with pytest.raises(ValueError, match="unknown kind 'sofmax'; did you mean 'softmax'"):
         split_gates(scores, 1, kind="sofmax")
-    with pytest.raises(ValueError, match=r"split_gates: backend 'triton' computes in float32, got torch\.float64"):
+    with pytest.raises(ValueError, match=r"split_gates: backend 'triton' cannot run here: it computes in float32, got torch\.float64"):
         split_gates(scores.double().to("cuda" if torch.cuda.is_available() else "cpu"), 1, backend="triton")
 
 

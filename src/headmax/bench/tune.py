@@ -138,6 +138,7 @@ def choose(op: str, width: str, n: int, only: str | None = None) -> dict[str, tu
         if n < len(tried) and only in (None, kernel):
             name, tiles = put[kernel] = tried[n]
             here()[name][width] = tiles
+    triton_tiles.forget()
     return put
 
 
@@ -165,6 +166,7 @@ def warm(job: tuple[str, str, int]) -> tuple[tuple[str, str, int], dict[str, str
 
 def times(op: str, width: str, rounds: int = 5) -> dict[str, float]:
     """Microseconds each kernel takes in one forward and backward pass of B=8 T=4096 H=4."""
+    triton_tiles.forget()
     run = step(op, width, time=4096)
     run()
     return {kernel: 1e6 * taken for kernel, (taken, _) in kernel_times(run, rounds).items() if kernel in CANDIDATES[op]}

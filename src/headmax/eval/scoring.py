@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
@@ -16,7 +15,7 @@ from headmax.eval.requests import Request
 from headmax.eval.scores import Score, Source
 from headmax.generate import GREEDY, Engine, PrefixState
 from headmax.generate import Request as Text
-from headmax.generate.prefix import fingerprint
+from headmax.generate.prefix import Fingerprint
 from headmax.layers.mixers.base import RecurrentState
 from headmax.models import HeadmaxCache, HeadmaxForCausalLM
 from headmax.ops import Packing
@@ -44,7 +43,7 @@ class Scorer:
         """`batch_tokens`: 65,536 on a GPU and 16,384 on a CPU unless given."""
         if batch_tokens is not None and batch_tokens < 1:
             raise ValueError(f"batch_tokens must be at least 1, got {batch_tokens}")
-        self.model, self.tokenizer = model.eval(), tokenizer
+        self.model, self.tokenizer, self.origin = model.eval(), tokenizer, Fingerprint(model)
         self.forks = not any(model.model.uses_attention)
         self.engine: Engine | None = None
         with torch.inference_mode():
@@ -55,14 +54,10 @@ class Scorer:
         tokens = batch_tokens or (65_536 if gpu else 16_384)
         self.limits = Limits(tokens, max(1, min(MAX_ROWS, memory // self.state_bytes)), mixed=tokens if gpu else 128)
 
-    @functools.cached_property
-    def fingerprint(self) -> str:
-        return fingerprint(self.model)
-
     @property
     def source(self) -> Source:
         dtype = str(self.model.dtype).removeprefix("torch.")
-        return Source(self.fingerprint, dtype, describe_device(self.model.device), current_commit(), self.state_bytes)
+        return Source(str(self.origin), dtype, describe_device(self.model.device), current_commit(), self.state_bytes)
 
     @torch.no_grad()
     def __call__(self, requests: Iterable[Request]) -> Iterator[list[Score]]:
@@ -198,7 +193,7 @@ class Scorer:
         for layer in cache.layers:
             assert isinstance(layer.state, RecurrentState)
             states.append(RecurrentState(layer.state.recurrent[row : row + 1].clone(), tuple(x[row : row + 1] for x in layer.state.conv)))
-        return PrefixState(torch.tensor(context), tuple(states), self.model.lm_head(last[row]).float(), self.fingerprint)
+        return PrefixState(torch.tensor(context), tuple(states), self.model.lm_head(last[row]).float(), self.origin)
 
     def _texts(self, asked: Sequence[tuple[Request, PrefixState | None]]) -> Iterator[list[Score]]:
         """Greedy continuations, until a stop string, the end-of-text token or the request's most tokens; contexts may be read already."""
@@ -235,6 +230,7 @@ class Scorer:
             dtype = torch.promote_types(self.model.dtype, torch.float32)
             limit = None if self.forks else length
             self.engine = Engine(self.model, max_batch=rows, state_dtype=dtype, max_length=limit, tokenizer=self.tokenizer)
+            self.engine.origin = self.origin  # the weights are read once
         return self.engine
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from headmax.data.tokenizer import encode_text
 from headmax.generate.prefill import prefill
-from headmax.generate.prefix import PrefixState, fingerprint
+from headmax.generate.prefix import Fingerprint, PrefixState
 from headmax.generate.sampling import NO_TOKEN, Features, Sampling
 from headmax.generate.step import Path as StepPath
 from headmax.generate.step import Step
@@ -94,13 +93,14 @@ class Engine:
             raise ValueError("max_length must be given: the model has attention layers, whose keys and values grow with every token")
         self.model, self.tokenizer = model.eval(), tokenizer
         self.max_batch, self.prefill_chunk, self.max_length = max_batch, prefill_chunk, max_length
+        self.origin = Fingerprint(model)
         self.turn = Turn()
         self.step = Step(model, max_batch, state_dtype, max_length, path)
 
-    @functools.cached_property
+    @property
     def fingerprint(self) -> str:
-        """Of the model, as every prefix carries it."""
-        return fingerprint(self.model)
+        """Of the model, as a saved prefix carries it."""
+        return str(self.origin)
 
     def state_bytes(self, batch: int = 1) -> int:
         """Memory of so many sequences' states."""
@@ -137,7 +137,7 @@ class Engine:
     def load_prefix(self, path: Path | str) -> PrefixState:
         """A prefix that `PrefixState.save` wrote, checked against this model."""
         with self.turn.beside():
-            prefix = PrefixState.load(path, self.fingerprint, self.model.device)
+            prefix = PrefixState.load(path, self.origin, self.model.device)
             try:
                 prefix.check_shapes(self.prefill([0]))
             except ValueError as error:
@@ -148,10 +148,10 @@ class Engine:
         prompts = [self.encode(request.prompt, request.prefix is None) for request in requests]
         for request, prompt in zip(requests, prompts, strict=True):
             if request.prefix is not None:
-                request.prefix.check(self.fingerprint)
+                request.prefix.check(self.origin)
             elif len(prompt) == 0:
                 raise ValueError(f"prompt is empty: give at least one token, such as bos_token_id {self.model.config.bos_token_id}")
-        return prefill(self.model, prompts, self.prefill_chunk, self.fingerprint, [request.prefix for request in requests])
+        return prefill(self.model, prompts, self.prefill_chunk, self.origin, [request.prefix for request in requests])
 
     def _check(self, requests: Sequence[Request]) -> None:
         if not 1 <= len(requests) <= self.max_batch:

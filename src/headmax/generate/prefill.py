@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from headmax.generate.prefix import PrefixState
+from headmax.generate.prefix import Fingerprint, PrefixState
 from headmax.layers.mixers.attention import AttentionState
 from headmax.layers.mixers.base import RecurrentState
 from headmax.models import HeadmaxCache, HeadmaxForCausalLM
@@ -27,7 +27,7 @@ def groups(lengths: Sequence[int], most: int) -> list[list[int]]:
 
 @torch.no_grad()
 def prefill(
-    model: HeadmaxForCausalLM, prompts: Sequence[Tensor], chunk: int, fingerprint: str, prefixes: Sequence[PrefixState | None]
+    model: HeadmaxForCausalLM, prompts: Sequence[Tensor], chunk: int, fingerprint: Fingerprint, prefixes: Sequence[PrefixState | None]
 ) -> list[PrefixState]:
     """The state after each prompt, which continues its prefix if it has one; no forward pass sees more than `chunk` tokens."""
     done: dict[int, PrefixState] = {}
@@ -42,7 +42,7 @@ def prefill(
 
 
 def _read(
-    model: HeadmaxForCausalLM, prompts: Sequence[Tensor], chunk: int, fingerprint: str, prefix: PrefixState | None
+    model: HeadmaxForCausalLM, prompts: Sequence[Tensor], chunk: int, fingerprint: Fingerprint, prefix: PrefixState | None
 ) -> list[PrefixState]:
     """Prompts of similar length in one batch, padded on the left, where padding leaves no trace."""
     longest, past = max(map(len, prompts)), 0 if prefix is None else len(prefix)

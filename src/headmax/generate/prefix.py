@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from dataclasses import dataclass
@@ -22,6 +23,10 @@ NOT_COMPARED = ("_name_or_path", "transformers_version", "architectures", "use_c
 """Settings that change nothing about what a model computes."""
 
 
+PIECE = 2**24
+"""Weights that a fingerprint adds up at a time, as integers of 64 bits."""
+
+
 def fingerprint(model: HeadmaxForCausalLM) -> str:
     """Tells models apart: settings, dtypes and every weight. Sums of integers, so that it is the same on every device."""
     settings = {name: value for name, value in model.config.to_dict().items() if name not in NOT_COMPARED}
@@ -29,10 +34,28 @@ def fingerprint(model: HeadmaxForCausalLM) -> str:
     sums = []
     for name, weight in model.state_dict().items():
         digest.update(f"{name} {weight.dtype} {list(weight.shape)}".encode())
-        bits = weight.detach().contiguous().flatten().view(torch.int16 if weight.element_size() == 2 else torch.int32).long()
-        sums += [bits.sum(), (bits * torch.arange(1, len(bits) + 1, device=bits.device)).sum()]
+        bits = weight.detach().contiguous().flatten().view(torch.int16 if weight.element_size() == 2 else torch.int32)
+        plain = weighted = torch.zeros((), dtype=torch.int64, device=bits.device)
+        for n, piece in enumerate(bits.split(PIECE)):
+            plain = plain + piece.sum()
+            weighted = weighted + (piece * torch.arange(n * PIECE + 1, n * PIECE + len(piece) + 1, device=bits.device)).sum()
+        sums += [plain, weighted]
     digest.update(str(torch.stack(sums).tolist()).encode())
     return digest.hexdigest()[:32]
+
+
+class Fingerprint:
+    """A model's fingerprint, taken when it is first asked for: all weights are read for it."""
+
+    def __init__(self, model: HeadmaxForCausalLM) -> None:
+        self.model = model
+
+    @functools.cached_property
+    def text(self) -> str:
+        return fingerprint(self.model)
+
+    def __str__(self) -> str:
+        return self.text
 
 
 def check_place(path: Path) -> None:
@@ -58,8 +81,8 @@ class PrefixState:
     """Of each layer, for one sequence."""
     logits: Tensor
     """[vocabulary] float32, of the token after the last."""
-    model: str
-    """The fingerprint of the model it came from."""
+    model: str | Fingerprint
+    """The fingerprint of the model it came from; str() gives it."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -75,16 +98,16 @@ class PrefixState:
         return cache
 
     @classmethod
-    def from_cache(cls, cache: HeadmaxCache, tokens: Tensor, logits: Tensor, model: str) -> PrefixState:
+    def from_cache(cls, cache: HeadmaxCache, tokens: Tensor, logits: Tensor, model: str | Fingerprint) -> PrefixState:
         """`cache` after one sequence, `logits` [vocabulary] after its last token, `model` the fingerprint. No copy."""
         states = tuple(layer.state for layer in cache.layers)
         if any(state is None for state in states) or cache.get_seq_length() != len(tokens):
             raise ValueError(f"cache has seen {cache.get_seq_length()} tokens, tokens are {len(tokens)}")
         return cls(tokens.cpu(), states, logits.float(), model)  # type: ignore[arg-type]
 
-    def check(self, model: str) -> None:
-        """Raises unless it came from the model of that fingerprint."""
-        if self.model != model:
+    def check(self, model: str | Fingerprint) -> None:
+        """Raises unless it came from the model of that fingerprint. No weight is read where both are one object."""
+        if self.model is not model and str(self.model) != str(model):
             raise ValueError(f"prefix is of another model (fingerprint {self.model}), or of the same in another dtype; this one is {model}")
 
     def check_shapes(self, other: PrefixState) -> None:
@@ -117,11 +140,11 @@ class PrefixState:
                 tensors |= {f"{n}.keys": state.keys, f"{n}.values": state.values}
             else:
                 tensors |= {f"{n}.recurrent": state.recurrent} | {f"{n}.conv.{i}": x for i, x in enumerate(state.conv)}
-        metadata = {"format": FORMAT, "model": self.model, "layers": str(len(self.states))}
+        metadata = {"format": FORMAT, "model": str(self.model), "layers": str(len(self.states))}
         durable.write(Path(path), save({name: x.detach().cpu().contiguous() for name, x in tensors.items()}, metadata=metadata))
 
     @classmethod
-    def load(cls, path: Path | str, model: str, device: torch.device | str = "cpu") -> PrefixState:
+    def load(cls, path: Path | str, model: str | Fingerprint, device: torch.device | str = "cpu") -> PrefixState:
         """What `save` wrote, if it is whole and of the model with that fingerprint."""
         if not Path(path).is_file():
             raise FileNotFoundError(f"{path}: no such file")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from headmax.layers.fusion import Fusion, intact, wanted
 from headmax.layers.mixers import MixerOutput
 from headmax.layers.mlp import SwiGLU
-from headmax.layers.norm import RMSNorm
-from headmax.layers.projection import bare
+from headmax.layers.norm import RMSNorm, residual_norm
+from headmax.layers.padding import Padding
 from headmax.layers.rotary import Rotary
 from headmax.ops.packing import Packing
-from headmax.ops.recompute import in_training_graph
 
 LORA_TARGETS = (
     *("q_proj", "k_proj", "v_proj", "g_proj", "o_proj"),
@@ -22,12 +22,29 @@ LORA_TARGETS = (
 
 
 class Block(GradientCheckpointingLayer):
-    def __init__(self, mixer: nn.Module, hidden_size: int, intermediate_size: int, norm_eps: float = 1e-6, backend: str = "auto") -> None:
+    """`fused` says whether norms, projections and MLP run as fused ops: None is where kernels run, on a GPU."""
+
+    def __init__(
+        self,
+        mixer: nn.Module,
+        hidden_size: int,
+        intermediate_size: int,
+        norm_eps: float = 1e-6,
+        backend: str = "auto",
+        fused: bool | None = None,
+    ) -> None:
         super().__init__()
+        self.backend, self.fused = backend, fused
         self.mixer_norm = RMSNorm(hidden_size, norm_eps, backend)
         self.mixer = mixer
         self.mlp_norm = RMSNorm(hidden_size, norm_eps, backend)
         self.mlp = SwiGLU(hidden_size, intermediate_size, backend)
+
+    def fusion(self, x: Tensor) -> Fusion:
+        """What runs fused on such an x: the parts that are as they were built."""
+        if not wanted(self.fused, self.backend, x):
+            return Fusion()
+        return Fusion(intact(self.mixer_norm, self.mlp_norm, kind=RMSNorm), self.mixer.fusible(), self.mlp.fusible())  # type: ignore[operator]
 
     def forward(
         self,
@@ -37,16 +54,15 @@ class Block(GradientCheckpointingLayer):
         return_state: bool = False,
         positions: Tensor | Rotary | None = None,
         packing: Packing | None = None,
-        mask: Tensor | None = None,
+        mask: Tensor | Padding | None = None,
         return_gates: bool = False,
+        fusion: Fusion | None = None,
     ) -> MixerOutput:
-        """As the mixer's; gates only if asked for, since what a compiled block returns has a gradient to be filled with zeros."""
-        training = in_training_graph()
-        x, normed = self.mixer_norm.beside(x) if training and bare(self.mixer_norm, RMSNorm) else (x, self.mixer_norm(x))
-        mixed, state, gates = self.mixer(normed, state=state, return_state=return_state, positions=positions, packing=packing, mask=mask)
-        if training and bare(self.mlp_norm, RMSNorm) and x.dtype == mixed.dtype:
-            x, normed = self.mlp_norm.of_sum(x, mixed)
-        else:
-            x = x + mixed
-            normed = self.mlp_norm(x)
-        return MixerOutput(x + self.mlp(normed), state, gates if return_gates else None)
+        """As the mixer's. Gates come only if asked for, since what a compiled block returns has a gradient to be filled with zeros."""
+        norms, mixer, mlp = self.fusion(x) if fusion is None else fusion
+        residual, x = residual_norm(self.mixer_norm, x, None, norms)
+        x, state, gates = self.mixer(
+            x, state=state, return_state=return_state, positions=positions, packing=packing, mask=mask, fused=mixer
+        )
+        residual, x = residual_norm(self.mlp_norm, residual, x, norms)
+        return MixerOutput(residual + self.mlp(x, mlp), state, gates if return_gates else None)

@@ -14,7 +14,7 @@ from headmax.layers.initialized import Initialized
 from headmax.ops import head_gate
 from headmax.ops.checks import compute_dtype
 from headmax.ops.head_gate import split_gates
-from headmax.ops.registry import beside, suggest
+from headmax.ops.registry import suggest
 
 Source = Literal["head", "hidden_heads", "hidden"]
 Kind = Literal["softmax", "sigmoid", "uniform"]
@@ -133,7 +133,7 @@ class HeadGate(Initialized):
         """
         if scores is not None:
             number = self.read + self.write
-            found = split_gates(scores, number, self.temperature, self.scale, kind=self.kind, backend=beside(backend))
+            found = split_gates(scores, number, self.temperature, self.scale, kind=self.kind, backend=backend)
             return found[0] if self.read else None, found[-1] if self.write else None
         read = self._gate(q, x, self.read_weight, backend) if self.read else None
         write = self._gate(k, x, self.write_weight, backend) if self.write else None
@@ -147,7 +147,7 @@ class HeadGate(Initialized):
             scored = heads
         else:
             scored = x if self.source == "hidden" else x.unflatten(-1, (self.num_heads, -1))
-        return head_gate(scored, weight, self.temperature, self.scale, kind=kind, backend=beside(backend))
+        return head_gate(scored, weight, self.temperature, self.scale, kind=kind, backend=backend)
 
     def extra_repr(self) -> str:
         return f"heads={self.num_heads}, read={self.read}, write={self.write}, source={self.source}, kind={self.kind}, scale={self.scale:g}"

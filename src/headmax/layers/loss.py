@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from headmax.ops.checks import check_shape, compute_dtype
-from headmax.ops.registry import Lazy, around, no_autocast, register
+from headmax.ops.registry import Lazy, dispatch, no_autocast, register
 
 LOGITS_AT_ONCE = 2**28
 """How many logits are held at a time: 8,192 tokens at a vocabulary of 32k, enough to keep the matrix units busy."""
@@ -53,7 +53,7 @@ def _results(x: Tensor, weight: Tensor, labels: Tensor, wants_x: bool, wants_wei
 @torch.library.custom_op("headmax::linear_cross_entropy", mutates_args=())
 def _forward(x: Tensor, weight: Tensor, labels: Tensor, wants_x: bool, wants_weight: bool, backend: str) -> tuple[Tensor, Tensor, Tensor]:
     """The summed loss of x [N,E] @ weight.T [E,V], and its gradients, which cost least while the logits are there."""
-    rows = around("cross_entropy", backend, x)
+    rows = dispatch("cross_entropy", backend, x)
     _check_labels(labels, weight.shape[0])
     loss, d_x, d_weight = _results(x, weight, labels, wants_x, wants_weight, backend)
     narrow, step = weight.to(x.dtype), max(1, LOGITS_AT_ONCE // weight.shape[0])

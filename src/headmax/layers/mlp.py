@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headmax.layers.projection import as_multiplied, joins, joint_product
-from headmax.ops.recompute import recomputed
-from headmax.ops.registry import Lazy, around, register
+from headmax.layers.fusion import intact
+from headmax.layers.projection import as_multiplied, joint_product
+from headmax.ops.registry import Lazy, dispatch, register
 
 
 def swiglu_width(hidden_size: int, ratio: float) -> int:
@@ -21,7 +21,7 @@ def swish_gate(x: Tensor, gate: Tensor) -> Tensor:
 
 def _swiglu(joint: Tensor, down: Tensor) -> Tensor:
     gate, x = joint.chunk(2, dim=-1)
-    return F.linear(recomputed(swish_gate, x, gate), down)
+    return F.linear(swish_gate(x, gate), down)
 
 
 register("swiglu", {"reference": _swiglu, "triton": Lazy("headmax.layers.triton_swiglu", "swiglu", needs="triton", interpreted=True)})
@@ -37,9 +37,11 @@ class SwiGLU(nn.Module):
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        if joins(self.gate_proj, self.up_proj, self.down_proj):
-            joint, sizes = joint_product(x, [self.gate_proj, self.up_proj])
-            joint = joint[..., : sum(sizes)]
-            return around("swiglu", self.backend, x)(joint, as_multiplied(self.down_proj.weight, joint))
-        return self.down_proj(recomputed(swish_gate, self.up_proj(x), self.gate_proj(x)))
+    def fusible(self) -> bool:
+        return intact(self.gate_proj, self.up_proj, self.down_proj)
+
+    def forward(self, x: Tensor, fused: bool = False) -> Tensor:
+        if not fused:
+            return self.down_proj(swish_gate(self.up_proj(x), self.gate_proj(x)))
+        joint = joint_product(x, [self.gate_proj.weight, self.up_proj.weight])[..., : 2 * self.gate_proj.out_features]
+        return dispatch("swiglu", self.backend, x)(joint, as_multiplied(self.down_proj.weight, joint))

@@ -12,16 +12,13 @@ from torch import Tensor, nn
 from headmax.layers.initialized import Initialized
 from headmax.layers.mlp import swish_gate
 from headmax.ops.checks import check_shape, compute_dtype
-from headmax.ops.recompute import recomputed
-from headmax.ops.registry import Lazy, around, register, suggest
+from headmax.ops.registry import Lazy, dispatch, register, suggest
 from headmax.ops.sequential import gated
 
 OutputNormKind = Literal["head", "joint", "none"]
 
 WIDEST = 2**14
 """Channels that a kernel holds at once."""
-FEW = 2**18
-"""Numbers below which an eager norm is over before Python has launched it."""
 
 
 def normalized(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -46,30 +43,28 @@ def _norm_beside(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]
 
 
 def _read_out(o: Tensor, swish: Tensor | None, read: Tensor | None, weight: Tensor, out: Tensor, eps: float) -> Tensor:
-    return F.linear(recomputed(lambda *tensors: times_gates(normalized(tensors[0], weight, eps), *tensors[1:]), o, swish, read), out)
+    return F.linear(times_gates(normalized(o, weight, eps), swish, read), out)
 
 
 for _name, _plain in (("rms_norm", _rms_norm), ("norm_beside", _norm_beside), ("read_out", _read_out)):
     register(_name, {"reference": _plain, "triton": Lazy("headmax.layers.triton_norm", _name, needs="triton", interpreted=True)})
 
 
-def _no_kernel(x: Tensor) -> str | None:
-    """Why "auto" keeps to the plain form, or None."""
-    if x.shape[-1] > WIDEST:
-        return f"more than {WIDEST} channels"
-    return None if torch.compiler.is_compiling() or x.numel() >= FEW else "few numbers: PyTorch's own launches take less time"
+def _too_wide(x: Tensor) -> str | None:
+    """Why a kernel cannot take rows of x, or None."""
+    return f"more than {WIDEST} channels" if x.shape[-1] > WIDEST else None
 
 
 def rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, backend: str = "auto") -> tuple[Tensor, Tensor]:
     """x + delta (x without one), and that normalised; x [..., width], weight [width]."""
     check_shape("rms_norm", "weight", weight, "width", x.shape[-1:])
-    return around("rms_norm", backend, x, _no_kernel(x))(x, delta, weight, eps)
+    return dispatch("rms_norm", backend, x, _too_wide(x))(x, delta, weight, eps)
 
 
 def norm_beside(x: Tensor, weight: Tensor, eps: float, backend: str = "auto") -> tuple[Tensor, Tensor]:
     """x [..., width] as it goes on beside its norm, and the norm: where both have a gradient, one kernel gives that of x."""
     check_shape("norm_beside", "weight", weight, "width", x.shape[-1:])
-    return around("norm_beside", backend, x, _no_kernel(x))(x, weight, eps)
+    return dispatch("norm_beside", backend, x, _too_wide(x))(x, weight, eps)
 
 
 def read_out(
@@ -78,7 +73,7 @@ def read_out(
     """What heads read out, o [B,T,H,V], each normalised, times gates read [B,T,H] and silu(swish [B,T,H V]), times out^T [E,H V]."""
     check_shape("read_out", "weight", weight, "value", o.shape[-1:])
     check_shape("read_out", "out", out, "hidden, heads * value", (out.shape[0], o.shape[2] * o.shape[3]))
-    return around("read_out", backend, o, _no_kernel(o))(o, swish, read, weight, out, eps)
+    return dispatch("read_out", backend, o, _too_wide(o))(o, swish, read, weight, out, eps)
 
 
 class RMSNorm(Initialized):
@@ -95,16 +90,18 @@ class RMSNorm(Initialized):
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, None, self.weight, self.eps, self.backend)[1]
 
-    def of_sum(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-        """x + delta, and that normalised, by one kernel where there is one."""
-        return rms_norm(x, delta, self.weight, self.eps, self.backend)
-
-    def beside(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x as it goes on, and x normalised; their gradients by one kernel where there is one."""
-        return norm_beside(x, self.weight, self.eps, self.backend)
-
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+def residual_norm(norm: RMSNorm, residual: Tensor, delta: Tensor | None, fused: bool) -> tuple[Tensor, Tensor]:
+    """residual + delta (residual without one), and that normalised. Fused, sum and norm, and their gradients, are one kernel each."""
+    if not fused:
+        residual = residual if delta is None else residual + delta
+        return residual, norm(residual)
+    if delta is None:
+        return norm_beside(residual, norm.weight, norm.eps, norm.backend)
+    return rms_norm(residual, delta.to(residual.dtype), norm.weight, norm.eps, norm.backend)
 
 
 class OutputNorm(nn.Module):

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from headmax.ops.checks import compute_dtype
-from headmax.ops.recompute import recomputed
-from headmax.ops.registry import Lazy, around, register
+from headmax.ops.registry import Lazy, dispatch, register
 
 
 class Rotary(NamedTuple):
@@ -50,6 +49,5 @@ register("turned", {"reference": _turned, "triton": Lazy("headmax.layers.triton_
 
 
 def turned(product: Tensor, rotary: Rotary, heads: int, width: int, backend: str = "auto") -> tuple[Tensor, Tensor, Tensor]:
-    """q and k [B,T,H,D], turned, and what else there is, of product [B,T,2 H D + ...]; made again for the backward pass."""
-    run = around("turned", backend, product)
-    return recomputed(lambda *tensors: run(*tensors, heads, width), product, *rotary)
+    """q and k [B,T,H,D], turned, and what else there is, of product [B,T,2 H D + ...]."""
+    return dispatch("turned", backend, product)(product, *rotary, heads, width)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,9 @@ from headmax.ops.checks import compute_dtype
 from headmax.ops.gated_delta_rule.reference import unit_length
 from headmax.ops.head_gate.reference import scores_of
 from headmax.ops.packing import Packing
-from headmax.ops.registry import Lazy, around, register
+from headmax.ops.registry import Lazy, dispatch, register
+
+Convolution = Callable[[Tensor, Tensor | None], tuple[Tensor | None, ...]]
 
 
 def _reference(x: Tensor, weight: Tensor, before: Tensor | None) -> Tensor:
@@ -37,32 +39,45 @@ for _name, _plain in (("short_conv", _reference), ("unit_conv", _unit_reference)
     register(_name, {"reference": _plain, "triton": Lazy("headmax.layers.triton_conv", _name, needs="triton", interpreted=True)})
 
 
-def _behind(state: Tensor, x: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
-    """The row of x [1,T,D] with each sequence behind its state [N,W-1,D], and where the tokens are in it."""
+def _after_states(state: Tensor, x: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
+    """The row of x [1,T,D] with each sequence after its state [N,W-1,D], and where the tokens are in it."""
     states = torch.arange(state.shape[0], device=x.device).repeat_interleave(state.shape[1])
     order = torch.cat([states, packing.sequence_ids]).argsort(stable=True)
     return torch.cat([state.flatten(0, 1)[None], x], dim=1)[:, order], order.argsort()[len(states) :]
+
+
+def _convolve(run: Convolution, x: Tensor, state: Tensor | None, packing: Packing | None) -> tuple[Tensor | None, ...]:
+    """run(x, predecessors), each sequence of x [B,T,D] after its `state` [sequences,W-1,D], which are the inputs before it."""
+    if state is None:
+        return run(x, None if packing is None else packing.positions)
+    if packing is None:
+        results = run(torch.cat([state.to(x.dtype), x], dim=1), None)
+        return tuple(y if y is None else y[:, state.shape[1] :] for y in results)
+    row, tokens = _after_states(state.to(x.dtype), x, packing)
+    return tuple(y if y is None else y[:, tokens] for y in run(row, None))
 
 
 def short_convolution(
     x: Tensor, weight: Tensor, state: Tensor | None = None, packing: Packing | None = None, backend: str = "auto"
 ) -> Tensor:
     """silu of the causal depthwise convolution of x [B,T,D] with weight [D,W]; `state` [sequences,W-1,D] are the inputs before."""
-    run = around("short_conv", backend, x)
-    if state is None:
-        return run(x, weight, None if packing is None else packing.positions)
-    if packing is None:
-        return run(torch.cat([state.to(x.dtype), x], dim=1), weight, None)[:, state.shape[1] :]
-    row, tokens = _behind(state.to(x.dtype), x, packing)
-    return run(row, weight, None)[:, tokens]
+    kernel = dispatch("short_conv", backend, x)
+    return _convolve(lambda x, before: (kernel(x, weight, before),), x, state, packing)[0]  # type: ignore[return-value]
 
 
 def unit_convolution(
-    x: Tensor, weight: Tensor, scorer: Tensor | None, heads: int, packing: Packing | None = None, backend: str = "auto"
+    x: Tensor,
+    weight: Tensor,
+    scorer: Tensor | None,
+    heads: int,
+    state: Tensor | None = None,
+    packing: Packing | None = None,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """As `short_convolution`, then each of the heads scaled to unit length as the delta rule does it; and, of what it was before that,
     the scores [B,T,gates] by scorer [gates,K], as `head_gate` has them."""
-    return around("unit_conv", backend, x)(x, weight, None if packing is None else packing.positions, scorer, heads)
+    kernel = dispatch("unit_conv", backend, x)
+    return _convolve(lambda x, before: kernel(x, weight, before, scorer, heads), x, state, packing)  # type: ignore[return-value]
 
 
 def last_inputs(x: Tensor, width: int, state: Tensor | None, packing: Packing | None) -> Tensor:
@@ -71,8 +86,9 @@ def last_inputs(x: Tensor, width: int, state: Tensor | None, packing: Packing | 
     state = x.new_zeros(sequences, width - 1, x.shape[2]) if state is None else state.to(x.dtype)
     if packing is None:
         return torch.cat([state, x[:, 1 - width :]], dim=1)[:, 1 - width :]
-    row, tokens = _behind(state, x, packing)
-    return row[0, tokens[packing.cu_seqlens[1:] - 1, None] + torch.arange(2 - width, 1, device=x.device)]
+    row, _ = _after_states(state, x, packing)
+    ends = packing.cu_seqlens[1:] + (width - 1) * torch.arange(1, sequences + 1, device=x.device)
+    return row[0, ends[:, None] + torch.arange(1 - width, 0, device=x.device)]
 
 
 class ShortConvolution(Initialized):

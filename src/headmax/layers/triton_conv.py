@@ -7,13 +7,19 @@ for that again, and written, stays in registers.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from headmax.ops.gated_delta_rule.reference import EPS
-from headmax.ops.triton_common import beside, on_its_device, sigmoid
+from headmax.ops.launch import launch
+from headmax.ops.library import define_op
+from headmax.ops.triton_common import beside, sigmoid
+from headmax.ops.triton_tiles import cdiv, power_of_2
 
 SPAN = 64
 """Tokens of a program."""
@@ -181,93 +187,95 @@ def short_conv_gradients_kernel(
 
 
 def _spans(x: Tensor) -> int:
-    return x.shape[0] * triton.cdiv(x.shape[1], SPAN)
+    return x.shape[0] * cdiv(x.shape[1], SPAN)
 
 
 def _regular(x: Tensor) -> Tensor:
     """x with rows at one distance from each other, dense or those of a wider matrix, whatever a compiler made of it."""
-    regular = x.stride(2) == 1 and x.stride(0) == x.shape[1] * x.stride(1)
-    return x if regular else x.clone(memory_format=torch.contiguous_format)
+    _, time, _ = x.shape
+    batch_stride, stride, dense = x.stride()
+    return x if dense == 1 and batch_stride == time * stride else x.clone(memory_format=torch.contiguous_format)
+
+
+@functools.cache
+def _sizes(channels: int, width: int, packed: bool, heads: int, gates: int) -> dict[str, int]:
+    block = channels // heads if heads else CHANNELS
+    columns = power_of_2(block)
+    warps = max(1, columns // 256) if heads else CHANNELS // (32 * PER_THREAD)
+    given = {"W": width, "PACKED": packed, "UNIT": heads > 0, "GATES": gates // heads if heads else 0}
+    return given | {"BD": columns, "BLOCK": block, "SPAN": SPAN, "AHEAD": AHEAD, "num_warps": warps}
 
 
 def _launch(
     kernel, x: Tensor, weight: Tensor, before: Tensor | None, scorer: Tensor | None, heads: int, eps: float, *others: Tensor
 ) -> None:
-    block = x.shape[2] // heads if heads else CHANNELS
-    width = triton.next_power_of_2(block)
-    kernel[(_spans(x) * triton.cdiv(x.shape[2], block),)](
-        x, weight, before, scorer, *others, x.stride(1), T=x.shape[1], D=x.shape[2], eps=eps, W=weight.shape[1], BD=width, BLOCK=block,
-        SPAN=SPAN, AHEAD=AHEAD, PACKED=before is not None, UNIT=heads > 0, GATES=0 if scorer is None else scorer.shape[0] // heads,
-        num_warps=max(1, width // 256) if heads else CHANNELS // (32 * PER_THREAD),
-    )  # fmt: skip
+    (_, time, channels), gates = x.shape, 0 if scorer is None else scorer.shape[0]
+    sizes = _sizes(channels, weight.shape[1], before is not None, heads, gates)
+    args = x, weight, before, scorer, *others, x.stride(1), time, channels, eps
+    launch(kernel, (_spans(x) * cdiv(channels, sizes["BLOCK"]),), args, sizes)
 
 
 def _outputs(x: Tensor, scorer: Tensor | None) -> tuple[Tensor, Tensor]:
     """y and scores, not filled in."""
-    return x.new_empty(x.shape), x.new_empty(*x.shape[:2], 0 if scorer is None else scorer.shape[0], dtype=torch.float32)
+    return x.new_empty(x.shape), x.new_empty((*x.shape[:2], 0 if scorer is None else scorer.shape[0]), dtype=torch.float32)
 
 
-@torch.library.custom_op("headmax::short_conv", mutates_args=())
-@on_its_device
-def _forward(x: Tensor, weight: Tensor, before: Tensor | None, scorer: Tensor | None, heads: int, eps: float) -> tuple[Tensor, Tensor]:
+def forward(x: Tensor, weight: Tensor, before: Tensor | None, scorer: Tensor | None, heads: int, eps: float) -> tuple[Tensor, Tensor]:
     """y, of `heads` of unit length unless that is 0, and [B,T,gates] scores, empty without a scorer [gates,K]."""
-    made = _outputs(x, scorer)
-    _launch(short_conv_kernel, _regular(x), weight, before, scorer, heads, eps, *made)
-    return made
-
-
-@_forward.register_fake
-def _(x, weight, before, scorer, heads, eps):
-    return _outputs(x, scorer)
+    outputs = _outputs(x, scorer)
+    _launch(short_conv_kernel, _regular(x), weight, before, scorer, heads, eps, *outputs)
+    return outputs
 
 
 def _gradients(x: Tensor, weight: Tensor, scorer: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """d_x and each span's share of d_weight and d_scorer, not filled in."""
     shapes = (weight.shape, (0,) if scorer is None else scorer.shape)
-    shares, scored = (x.new_empty(_spans(x), *shape, dtype=torch.float32) for shape in shapes)
+    shares, scored = (x.new_empty((_spans(x), *shape), dtype=torch.float32) for shape in shapes)
     return x.new_empty(x.shape), shares, scored
 
 
-@torch.library.custom_op("headmax::short_conv_backward", mutates_args=())
-@on_its_device
-def _backward(
+def backward(
     d_y: Tensor, d_scores: Tensor, x: Tensor, weight: Tensor, before: Tensor | None, scorer: Tensor | None, heads: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    made = _gradients(x, weight, scorer)
-    _launch(short_conv_gradients_kernel, _regular(x), weight, before, scorer, heads, eps, d_y.contiguous(), d_scores.contiguous(), *made)
-    return made
+    gradients, given = _gradients(x, weight, scorer), (d_y.contiguous(), d_scores.contiguous())
+    _launch(short_conv_gradients_kernel, _regular(x), weight, before, scorer, heads, eps, *given, *gradients)
+    return gradients
 
 
-@_backward.register_fake
-def _(d_y, d_scores, x, weight, before, scorer, heads, eps):
-    return _gradients(x, weight, scorer)
+_forward = define_op("short_conv", forward, lambda x, weight, before, scorer, heads, eps: _outputs(x, scorer))
+_backward = define_op(
+    "short_conv_backward", backward, lambda d_y, d_scores, x, weight, before, scorer, heads, eps: _gradients(x, weight, scorer)
+)
 
 
-def _save(ctx, inputs, output) -> None:
-    *tensors, ctx.heads, ctx.eps = inputs
-    ctx.save_for_backward(*tensors)
+class ShortConv(torch.autograd.Function):
+    """y, and scores if there is a scorer. Saves its inputs."""
 
+    @staticmethod
+    def forward(ctx, x, weight, before, scorer, heads, eps):
+        y, scores = _forward(x, weight, before, scorer, heads, eps)
+        ctx.save_for_backward(x, weight, before, scorer)
+        ctx.heads, ctx.eps = heads, eps
+        return y if scorer is None else (y, scores)
 
-def _gradient(ctx, d_y, d_scores):
-    x, weight, before, scorer = ctx.saved_tensors
-    d_x, shares, scored = _backward(d_y, d_scores, x, weight, before, scorer, ctx.heads, ctx.eps)
-    d_scorer = None if scorer is None else scored.sum(0).to(scorer.dtype)
-    return d_x, shares.sum(0).to(weight.dtype), None, d_scorer, None, None
-
-
-_forward.register_autograd(_gradient, setup_context=_save)
-
-
-def _run(x: Tensor, weight: Tensor, before: Tensor | None, scorer: Tensor | None, heads: int, eps: float) -> tuple[Tensor, Tensor]:
-    return _forward(x, weight.contiguous(), before, None if scorer is None else scorer.contiguous(), heads, eps)
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_y, d_scores=None):
+        x, weight, before, scorer = ctx.saved_tensors
+        d_scores = d_y.new_empty(0) if d_scores is None else d_scores
+        d_x, shares, scored = _backward(d_y, d_scores, x, weight, before, scorer, ctx.heads, ctx.eps)
+        d_weight = shares.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        d_scorer = scored.sum(0).to(scorer.dtype) if ctx.needs_input_grad[3] else None
+        return d_x, d_weight, None, d_scorer, None, None
 
 
 def short_conv(x: Tensor, weight: Tensor, before: Tensor | None) -> Tensor:
     """silu of the causal depthwise convolution of x [B,T,D] with weight [D,W]; `before` [T] counts a packed token's predecessors."""
-    return _run(x, weight, before, None, 0, 0.0)[0]
+    return ShortConv.apply(x, weight.contiguous(), before, None, 0, 0.0)
 
 
 def unit_conv(x: Tensor, weight: Tensor, before: Tensor | None, scorer: Tensor | None, heads: int) -> tuple[Tensor, Tensor | None]:
     """As `short_conv`, then each of the heads scaled to unit length; and their scores [B,T,gates] before that, by scorer [gates,K]."""
-    y, scores = _run(x, weight, before, scorer, heads, EPS)
-    return y, None if scorer is None else scores
+    if scorer is None:
+        return ShortConv.apply(x, weight.contiguous(), before, None, heads, EPS), None
+    return ShortConv.apply(x, weight.contiguous(), before, scorer.contiguous(), heads, EPS)

@@ -7,7 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headmax.ops.triton_common import LOG2_E, on_its_device
+from headmax.ops.launch import launch
+from headmax.ops.triton_common import LOG2_E
+from headmax.ops.triton_tiles import power_of_2
 
 
 @triton.jit
@@ -37,12 +39,12 @@ def cross_entropy_kernel(logits, labels, losses, stride, V: tl.constexpr, BLOCK:
         tl.store(base + start + columns, tl.where(counted, gradient, 0.0).to(logits.dtype.element_ty), mask=inside)
 
 
-@on_its_device
 def cross_entropy_rows(logits: Tensor, labels: Tensor) -> Tensor:
     """The loss of each row of logits [N,V], which become their own gradient."""
-    losses = logits.new_empty(logits.shape[0], dtype=torch.float32)
+    tokens, width = logits.shape
+    losses = logits.new_empty(tokens, dtype=torch.float32)
     if not labels.is_contiguous() or logits.stride(1) != 1:
         raise ValueError(f"cross_entropy_rows: labels must be contiguous and logits' rows too, got strides {logits.stride()}")
-    size = min(4096, triton.next_power_of_2(logits.shape[1]))
-    cross_entropy_kernel[(logits.shape[0],)](logits, labels, losses, logits.stride(0), V=logits.shape[1], BLOCK=size, num_warps=8)
+    sizes = {"V": width, "BLOCK": min(4096, power_of_2(width)), "num_warps": 8}
+    launch(cross_entropy_kernel, (tokens,), (logits, labels, losses, logits.stride(0)), sizes)
     return losses

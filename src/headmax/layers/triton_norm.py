@@ -7,13 +7,19 @@ at the price of a store, where keeping it would take as much memory as the read-
 
 from __future__ import annotations
 
+import functools
+from operator import index
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from headmax.ops.triton_common import on_its_device, sigmoid
-from headmax.ops.triton_tiles import processors
+from headmax.ops.launch import launch
+from headmax.ops.library import define_op
+from headmax.ops.triton_common import sigmoid
+from headmax.ops.triton_tiles import cdiv, power_of_2, processors
 
 TILE = 2048
 """Numbers of a tile, of as many rows as that makes."""
@@ -113,25 +119,40 @@ def rms_norm_gradients_kernel(
     tl.store(d_weight + tl.program_id(0) * WIDTH + columns, tl.sum(share, 0), mask=columns < WIDTH)
 
 
-def _sizes(x: Tensor, swish: Tensor | None = None, read: Tensor | None = None) -> tuple[int, dict[str, int | bool]]:
-    """How many tiles there are, and what kernels are launched with; x is [tokens, heads, width]."""
-    rows, width = x.shape[0] * x.shape[1], triton.next_power_of_2(x.shape[2])
-    tall = max(1, TILE // width)
-    sizes = {"rows": rows, "stride": 0 if swish is None else swish.stride(0), "H": x.shape[1], "WIDTH": x.shape[2], "BR": tall, "BW": width}
-    return triton.cdiv(rows, tall), sizes | {"SWISH": swish is not None, "READ": read is not None, "num_warps": WARPS}
+@functools.cache
+def _block(width: int) -> tuple[int, int]:
+    """Rows and columns of a tile."""
+    columns = power_of_2(width)
+    return max(1, TILE // columns), columns
+
+
+def _tiles(x: Tensor) -> int:
+    """How many there are; x is [tokens, heads, width]."""
+    tokens, heads, width = x.shape
+    return cdiv(tokens * heads, _block(index(width))[0])
+
+
+def _sizes(x: Tensor, swish: Tensor | None = None, read: Tensor | None = None) -> tuple[int, int, dict[str, int | bool]]:
+    """Rows, the distance of the swish gate's, and what kernels are specialised to; x is [tokens, heads, width]."""
+    tokens, heads, width = x.shape
+    tall, columns = _block(width)
+    sizes = {"H": heads, "WIDTH": width, "BR": tall, "BW": columns, "num_warps": WARPS}
+    sizes |= {"SWISH": swish is not None, "READ": read is not None}
+    return tokens * heads, 0 if swish is None else swish.stride(0), sizes
 
 
 def _shares(x: Tensor) -> Tensor:
     """For each program of the gradient kernel its part of d_weight, to be summed by who has use for it."""
-    return x.new_empty(min(PROGRAMS * processors(x.device), _sizes(x)[0]), x.shape[2], dtype=torch.float32)
+    return x.new_empty((min(PROGRAMS * processors(x.device), _tiles(x)), x.shape[2]), dtype=torch.float32)
 
 
 def _norm(
     x: Tensor, delta: Tensor | None, swish: Tensor | None, read: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor | None, Tensor]:
     """x + delta, if there is a delta, and y, both as x is."""
-    (tiles, sizes), total, y = _sizes(x, swish, read), None if delta is None else torch.empty_like(x), torch.empty_like(x)
-    rms_norm_kernel[(tiles,)](x, delta, swish, read, weight, total, y, eps=eps, SUM=delta is not None, **sizes)
+    (rows, stride, sizes), total, y = _sizes(x, swish, read), None if delta is None else torch.empty_like(x), torch.empty_like(x)
+    args = x, delta, swish, read, weight, total, y, rows, stride, eps
+    launch(rms_norm_kernel, (_tiles(x),), args, sizes | {"SUM": delta is not None})
     return total, y
 
 
@@ -139,15 +160,14 @@ def _gradients(
     d_y: Tensor, d_total: Tensor | None, x: Tensor, swish: Tensor | None, read: Tensor | None, weight: Tensor, eps: float, again: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """d_x, d_swish, d_read, the programs' shares of d_weight and, `again`, y; what there is not is empty."""
-    _, sizes = _sizes(x, swish, read)
-    made = [torch.empty_like(x) if wanted else x.new_empty(0) for wanted in (True, swish is not None, again)]
+    rows, stride, sizes = _sizes(x, swish, read)
+    d_x, d_swish, y = (torch.empty_like(x) if wanted else x.new_empty(0) for wanted in (True, swish is not None, again))
     d_read = x.new_empty(0 if read is None else read.shape, dtype=torch.float32)
     shares = _shares(x)
-    rms_norm_gradients_kernel[(len(shares),)](
-        d_y, d_total, x, swish, read, weight, made[0], made[1], d_read, shares, made[2], eps=eps, SUM=d_total is not None, AGAIN=again,
-        AHEAD=STAGES if sizes["BR"] * sizes["BW"] <= TILE else 1, **sizes,
-    )  # fmt: skip
-    return made[0], made[1], d_read, shares, made[2]
+    sizes |= {"SUM": d_total is not None, "AGAIN": again, "AHEAD": STAGES if sizes["BR"] * sizes["BW"] <= TILE else 1}
+    args = d_y, d_total, x, swish, read, weight, d_x, d_swish, d_read, shares, y, rows, stride, eps
+    launch(rms_norm_gradients_kernel, (len(shares),), args, sizes)
+    return d_x, d_swish, d_read, shares, y
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -155,57 +175,67 @@ def _rows(x: Tensor) -> Tensor:
     return x.contiguous().view(-1, 1, x.shape[-1])
 
 
-@torch.library.custom_op("headmax::rms_norm", mutates_args=())
-@on_its_device
-def _rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def norm_forward(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + delta, empty without one, and y."""
     total, y = _norm(_rows(x), None if delta is None else _rows(delta), None, None, weight, eps)
     return x.new_empty(0) if total is None else total.view(x.shape), y.view(x.shape)
 
 
-@_rms_norm.register_fake
-def _(x, delta, weight, eps):
-    return x.new_empty(0 if delta is None else x.shape), x.new_empty(x.shape)
-
-
-@torch.library.custom_op("headmax::rms_norm_backward", mutates_args=())
-@on_its_device
-def _rms_norm_backward(d_y: Tensor, d_total: Tensor | None, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def norm_backward(d_y: Tensor, d_total: Tensor | None, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     d_total = None if d_total is None else _rows(d_total)
     d_x, _, _, shares, _ = _gradients(_rows(d_y), d_total, _rows(x), None, None, weight, eps, again=False)
     return d_x.view(x.shape), shares
 
 
-@_rms_norm_backward.register_fake
-def _(d_y, d_total, x, weight, eps):
-    return x.new_empty(x.shape), _shares(_rows(x))
+_rms_norm = define_op(
+    "rms_norm", norm_forward, lambda x, delta, weight, eps: (x.new_empty(0 if delta is None else x.shape), x.new_empty(x.shape))
+)
+_rms_norm_backward = define_op(
+    "rms_norm_backward", norm_backward, lambda d_y, d_total, x, weight, eps: (x.new_empty(x.shape), _shares(_rows(x)))
+)
 
 
-def _save_norm(ctx, inputs, output) -> None:
-    x, delta, weight, ctx.eps = inputs
-    ctx.summed = delta is not None
-    ctx.set_materialize_grads(False)
-    if not ctx.summed:
-        ctx.mark_non_differentiable(output[0])
-    ctx.save_for_backward(output[0] if ctx.summed else x, weight)
+def _weight_gradient(ctx, n: int, shares: Tensor, weight: Tensor) -> Tensor | None:
+    """That of the n-th input, if it is asked for."""
+    return shares.sum(0).to(weight.dtype) if ctx.needs_input_grad[n] else None
 
 
-def _norm_gradient(ctx, d_total, d_y):
-    x, weight = ctx.saved_tensors
-    d_y = torch.zeros_like(x) if d_y is None else d_y
-    d_x, shares = _rms_norm_backward(d_y, d_total if ctx.summed else None, x, weight, ctx.eps)
-    return d_x, d_x if ctx.summed else None, shares.sum(0).to(weight.dtype), None
+class Norm(torch.autograd.Function):
+    """x normalised. Saves x."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return _rms_norm(x, None, weight, eps)[1]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_y):
+        x, weight = ctx.saved_tensors
+        d_x, shares = _rms_norm_backward(d_y, None, x, weight, ctx.eps)
+        return d_x, _weight_gradient(ctx, 1, shares, weight), None
 
 
-_rms_norm.register_autograd(_norm_gradient, setup_context=_save_norm)
+class NormOfSum(torch.autograd.Function):
+    """x + delta, and that normalised. Saves the sum."""
+
+    @staticmethod
+    def forward(ctx, x, delta, weight, eps):
+        total, y = _rms_norm(x, delta, weight, eps)
+        ctx.save_for_backward(total, weight)
+        ctx.eps = eps
+        return total, y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_total, d_y):
+        total, weight = ctx.saved_tensors
+        d_x, shares = _rms_norm_backward(d_y, d_total, total, weight, ctx.eps)
+        return d_x, d_x, _weight_gradient(ctx, 2, shares, weight), None
 
 
-def rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x + delta (x without one), and that normalised; x [..., width], weight [width]."""
-    total, y = _rms_norm(x, delta, weight, eps)
-    return x if delta is None else total, y
-
-
-class _Beside(torch.autograd.Function):
+class NormAndInput(torch.autograd.Function):
     """x and its norm, for who uses both: the gradient of x as it goes on comes to that through the norm in the kernel, not in a pass of
     its own.
     """
@@ -217,15 +247,21 @@ class _Beside(torch.autograd.Function):
         return x.view_as(x), _rms_norm(x, None, weight, eps)[1]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, d_x, d_y):
         x, weight = ctx.saved_tensors
         d_x, shares = _rms_norm_backward(d_y, d_x, x, weight, ctx.eps)
-        return d_x, shares.sum(0).to(weight.dtype), None
+        return d_x, _weight_gradient(ctx, 1, shares, weight), None
+
+
+def rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + delta (x without one), and that normalised; x [..., width], weight [width]."""
+    return (x, Norm.apply(x, weight, eps)) if delta is None else NormOfSum.apply(x, delta, weight, eps)
 
 
 def norm_beside(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x, and x normalised."""
-    return _Beside.apply(x, weight, eps)
+    return NormAndInput.apply(x, weight, eps)
 
 
 def _rows_dense(swish: Tensor | None) -> Tensor | None:
@@ -233,21 +269,12 @@ def _rows_dense(swish: Tensor | None) -> Tensor | None:
     return swish if swish is None or swish.stride(1) == 1 else swish.contiguous()
 
 
-@torch.library.custom_op("headmax::read_out", mutates_args=())
-@on_its_device
-def _read_out(o: Tensor, swish: Tensor | None, read: Tensor | None, weight: Tensor, out: Tensor, eps: float) -> Tensor:
+def read_out_forward(o: Tensor, swish: Tensor | None, read: Tensor | None, weight: Tensor, out: Tensor, eps: float) -> Tensor:
     read = None if read is None else read.contiguous()
     return _norm(o.contiguous(), None, _rows_dense(swish), read, weight, eps)[1].flatten(1) @ out.T
 
 
-@_read_out.register_fake
-def _(o, swish, read, weight, out, eps):
-    return o.new_empty(o.shape[0], out.shape[0])
-
-
-@torch.library.custom_op("headmax::read_out_backward", mutates_args=())
-@on_its_device
-def _read_out_backward(
+def read_out_backward(
     d_y: Tensor, o: Tensor, swish: Tensor | None, read: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     o, swish, read = o.contiguous(), _rows_dense(swish), None if read is None else read.contiguous()
@@ -255,29 +282,38 @@ def _read_out_backward(
     return d_o, d_swish if swish is None else d_swish.flatten(1), d_read, shares, y.flatten(1)
 
 
-@_read_out_backward.register_fake
-def _(d_y, o, swish, read, weight, eps):
+def fake_read_out_backward(d_y, o, swish, read, weight, eps):
     d_read = o.new_empty(0 if read is None else read.shape, dtype=torch.float32)
     flat = o.new_empty(o.shape[0], o.shape[1] * o.shape[2])
     return o.new_empty(o.shape), o.new_empty(0 if swish is None else flat.shape), d_read, _shares(o), flat
 
 
-def _save_read_out(ctx, inputs, output) -> None:
-    *tensors, ctx.eps = inputs
-    ctx.save_for_backward(*tensors)
+_read_out = define_op("read_out", read_out_forward, lambda o, swish, read, weight, out, eps: o.new_empty(o.shape[0], out.shape[0]))
+_read_out_backward = define_op("read_out_backward", read_out_backward, fake_read_out_backward)
 
 
-def _read_out_gradient(ctx, d_mixed):
-    o, swish, read, weight, out = ctx.saved_tensors
-    d_o, d_swish, d_read, shares, y = _read_out_backward((d_mixed @ out).view_as(o), o, swish, read, weight, ctx.eps)
-    d_swish, d_read = None if swish is None else d_swish, None if read is None else d_read.to(read.dtype)
-    return d_o, d_swish, d_read, shares.sum(0).to(weight.dtype), d_mixed.T @ y, None
+class ReadOut(torch.autograd.Function):
+    """See `read_out`. Saves its inputs."""
 
+    @staticmethod
+    def forward(ctx, o, swish, read, weight, out, eps):
+        ctx.save_for_backward(o, swish, read, weight, out)
+        ctx.eps = eps
+        flat = [None if x is None else x.flatten(0, 1) for x in (o, swish, read)]
+        return _read_out(*flat, weight, out, eps).unflatten(0, o.shape[:2])
 
-_read_out.register_autograd(_read_out_gradient, setup_context=_save_read_out)
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_mixed):
+        o, swish, read, weight, out = ctx.saved_tensors
+        d_mixed, flat = d_mixed.flatten(0, 1), [None if x is None else x.flatten(0, 1) for x in (o, swish, read)]
+        d_o, d_swish, d_read, shares, y = _read_out_backward((d_mixed @ out).view_as(flat[0]), *flat, weight, ctx.eps)
+        d_swish = None if swish is None else d_swish.view(swish.shape)
+        d_read = None if read is None else d_read.view(read.shape).to(read.dtype)
+        d_out = d_mixed.T @ y if ctx.needs_input_grad[4] else None
+        return d_o.view(o.shape), d_swish, d_read, _weight_gradient(ctx, 3, shares, weight), d_out, None
 
 
 def read_out(o: Tensor, swish: Tensor | None, read: Tensor | None, weight: Tensor, out: Tensor, eps: float) -> Tensor:
     """What heads read out, o [B,T,H,V], each normalised, times gates read [B,T,H] and silu(swish [B,T,H V]), times out^T [E,H V]."""
-    flat = [None if x is None else x.flatten(0, 1) for x in (o, swish, read)]
-    return _read_out(*flat, weight, out, eps).unflatten(0, o.shape[:2])
+    return ReadOut.apply(o, swish, read, weight, out, eps)

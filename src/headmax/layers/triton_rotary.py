@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from headmax.ops.triton_common import on_its_device
+from headmax.ops.launch import launch
+from headmax.ops.library import define_op
+from headmax.ops.triton_tiles import cdiv, power_of_2
 
 TOKENS = 8
 """Of a program, which takes one head."""
@@ -46,77 +51,67 @@ def turn_kernel(
             tl.store(in_rest, tl.load(in_product, mask=known, other=0.0), mask=known)
 
 
+@functools.cache
+def _sizes(heads: int, width: int, further: int, back: bool) -> dict[str, int]:
+    blocks = {"BT": TOKENS, "BH": power_of_2(width // 2), "BE": power_of_2(max(1, further))}
+    return {"H": heads, "HALF": width // 2, "E": further, **blocks, "BACK": back}
+
+
 def _launch(product: Tensor, q: Tensor, k: Tensor, rest: Tensor, cos: Tensor, sin: Tensor, back: bool) -> None:
     (tokens, heads, width), further = q.shape, rest.shape[1]
-    sizes = {"H": heads, "HALF": width // 2, "E": further, "BT": TOKENS, "BH": triton.next_power_of_2(width // 2)}
-    turn_kernel[(triton.cdiv(tokens, TOKENS) * (2 * heads + 1),)](
-        product,
-        q,
-        k,
-        rest,
-        cos,
-        sin,
-        tokens,
-        cos.shape[0],
-        product.stride(0),
-        **sizes,
-        BE=triton.next_power_of_2(max(1, further)),
-        BACK=back,
-    )
+    args = product, q, k, rest, cos, sin, tokens, cos.shape[0], product.stride(0)
+    launch(turn_kernel, (cdiv(tokens, TOKENS) * (2 * heads + 1),), args, _sizes(heads, width, further, back))
 
 
 def _parts(product: Tensor, heads: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
     tokens, columns = product.shape
-    q, k = (product.new_empty(tokens, heads, width) for _ in range(2))
-    return q, k, product.new_empty(tokens, columns - 2 * heads * width)
+    q, k = (product.new_empty((tokens, heads, width)) for _ in range(2))
+    return q, k, product.new_empty((tokens, columns - 2 * heads * width))
 
 
-@torch.library.custom_op("headmax::turned", mutates_args=(), tags=(torch.Tag.needs_fixed_stride_order,))
-@on_its_device
-def _turned(product: Tensor, cos: Tensor, sin: Tensor, heads: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+def forward(product: Tensor, cos: Tensor, sin: Tensor, heads: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """Rows of the product may lie further apart than they are long, as a compiler has them for their alignment."""
     parts = _parts(product, heads, width)
     _launch(product if product.stride(1) == 1 else product.contiguous(), *parts, cos, sin, back=False)
     return parts
 
 
-@_turned.register_fake
-def _(product, cos, sin, heads, width):
-    return _parts(product, heads, width)
-
-
 def _empty_product(q: Tensor, rest: Tensor) -> Tensor:
     """With rows that begin at multiples of ALIGNED."""
     columns = 2 * q.shape[1] * q.shape[2] + rest.shape[1]
-    return q.new_empty_strided((q.shape[0], columns), (triton.cdiv(columns, ALIGNED) * ALIGNED, 1))
+    return q.new_empty_strided((q.shape[0], columns), (cdiv(columns, ALIGNED) * ALIGNED, 1))
 
 
-@torch.library.custom_op("headmax::turned_backward", mutates_args=())
-@on_its_device
-def _turned_backward(d_q: Tensor, d_k: Tensor, d_rest: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def backward(d_q: Tensor, d_k: Tensor, d_rest: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     d_product = _empty_product(d_q, d_rest)
     _launch(d_product, d_q.contiguous(), d_k.contiguous(), d_rest.contiguous(), cos, sin, back=True)
     return d_product
 
 
-@_turned_backward.register_fake
-def _(d_q, d_k, d_rest, cos, sin):
-    return _empty_product(d_q, d_rest)
+_turned = define_op(
+    "turned", forward, lambda product, cos, sin, heads, width: _parts(product, heads, width), tags=(torch.Tag.needs_fixed_stride_order,)
+)
+_turned_backward = define_op("turned_backward", backward, lambda d_q, d_k, d_rest, cos, sin: _empty_product(d_q, d_rest))
 
 
-def _save(ctx, inputs, output) -> None:
-    ctx.save_for_backward(inputs[1], inputs[2])
+class Turned(torch.autograd.Function):
+    """See `turned`. Saves the angles [tokens, D/2] alone."""
 
+    @staticmethod
+    def forward(ctx, product, cos, sin, heads, width):
+        batch, time, _ = product.shape
+        cos, sin = (x.expand(-1, time, 1, -1).reshape(-1, width // 2) for x in (cos, sin))
+        ctx.save_for_backward(cos, sin)
+        q, k, rest = _turned(product.flatten(0, 1), cos, sin, heads, width)
+        return q.view(batch, time, heads, width), k.view(batch, time, heads, width), rest.view(batch, time, rest.shape[1])
 
-def _gradient(ctx, d_q, d_k, d_rest):
-    return _turned_backward(d_q, d_k, d_rest, *ctx.saved_tensors), None, None, None, None
-
-
-_turned.register_autograd(_gradient, setup_context=_save)
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_q, d_k, d_rest):
+        d_product = _turned_backward(d_q.flatten(0, 1), d_k.flatten(0, 1), d_rest.flatten(0, 1), *ctx.saved_tensors)
+        return d_product.unflatten(0, d_q.shape[:2]), None, None, None, None
 
 
 def turned(product: Tensor, cos: Tensor, sin: Tensor, heads: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """q and k [B,T,H,D], turned, and what else there is, of product [B,T,2 H D + ...]; cos, sin [B or 1,T,1,D/2]."""
-    angles = (x.expand(-1, product.shape[1], 1, -1).reshape(-1, width // 2) for x in (cos, sin))
-    q, k, rest = _turned(product.flatten(0, 1), *angles, heads, width)
-    return q.unflatten(0, product.shape[:2]), k.unflatten(0, product.shape[:2]), rest.unflatten(0, product.shape[:2])
+    return Turned.apply(product, cos, sin, heads, width)

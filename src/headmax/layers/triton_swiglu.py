@@ -9,8 +9,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from headmax.ops.triton_common import on_its_device, sigmoid
+from headmax.ops.launch import launch
+from headmax.ops.library import define_op
+from headmax.ops.triton_common import sigmoid
+from headmax.ops.triton_tiles import cdiv
 
 ROWS, COLUMNS = 4, 256
 """Tokens and channels of a program."""
@@ -50,48 +54,43 @@ def swiglu_gradients_kernel(joint, d_h, d_joint, h, tokens, WIDTH: tl.constexpr,
 
 def _launch(kernel, h: Tensor, *tensors: Tensor) -> None:
     tokens, width = h.shape
-    kernel[(triton.cdiv(tokens, ROWS) * triton.cdiv(width, COLUMNS),)](*tensors, h, tokens, WIDTH=width, BR=ROWS, BC=COLUMNS)
+    grid = (cdiv(tokens, ROWS) * cdiv(width, COLUMNS),)
+    launch(kernel, grid, (*tensors, h, tokens), {"WIDTH": width, "BR": ROWS, "BC": COLUMNS})
 
 
-@torch.library.custom_op("headmax::swiglu", mutates_args=())
-@on_its_device
-def _swiglu(joint: Tensor, down: Tensor) -> Tensor:
-    h = joint.new_empty(joint.shape[0], down.shape[1])
+def forward(joint: Tensor, down: Tensor) -> Tensor:
+    h = joint.new_empty((joint.shape[0], down.shape[1]))
     _launch(swiglu_kernel, h, joint.contiguous())
     return h @ down.T
 
 
-@_swiglu.register_fake
-def _(joint, down):
-    return joint.new_empty(joint.shape[0], down.shape[0])
-
-
-@torch.library.custom_op("headmax::swiglu_backward", mutates_args=())
-@on_its_device
-def _swiglu_backward(d_h: Tensor, joint: Tensor) -> tuple[Tensor, Tensor]:
+def backward(d_h: Tensor, joint: Tensor) -> tuple[Tensor, Tensor]:
     d_joint, h = joint.new_empty(joint.shape), d_h.new_empty(d_h.shape)
     _launch(swiglu_gradients_kernel, h, joint.contiguous(), d_h.contiguous(), d_joint)
     return d_joint, h
 
 
-@_swiglu_backward.register_fake
-def _(d_h, joint):
-    return joint.new_empty(joint.shape), d_h.new_empty(d_h.shape)
+_swiglu = define_op("swiglu", forward, lambda joint, down: joint.new_empty(joint.shape[0], down.shape[0]))
+_swiglu_backward = define_op("swiglu_backward", backward, lambda d_h, joint: (joint.new_empty(joint.shape), d_h.new_empty(d_h.shape)))
 
 
-def _save(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs)
+class SwiGLU(torch.autograd.Function):
+    """See `swiglu`. Saves its inputs."""
 
+    @staticmethod
+    def forward(ctx, joint, down):
+        ctx.save_for_backward(joint, down)
+        return _swiglu(joint.flatten(0, -2), down).unflatten(0, joint.shape[:-1])
 
-def _gradient(ctx, d_output):
-    joint, down = ctx.saved_tensors
-    d_joint, h = _swiglu_backward(d_output @ down, joint)
-    return d_joint, d_output.T @ h
-
-
-_swiglu.register_autograd(_gradient, setup_context=_save)
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_output):
+        joint, down = ctx.saved_tensors
+        d_output = d_output.flatten(0, -2)
+        d_joint, h = _swiglu_backward(d_output @ down, joint.flatten(0, -2))
+        return d_joint.view(joint.shape), d_output.T @ h if ctx.needs_input_grad[1] else None
 
 
 def swiglu(joint: Tensor, down: Tensor) -> Tensor:
     """(silu(gate) x) down^T, gate and x being the halves of joint [...,2 I]; down [E,I]."""
-    return _swiglu(joint.flatten(0, -2), down).unflatten(0, joint.shape[:-1])
+    return SwiGLU.apply(joint, down)

@@ -10,6 +10,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from headmax.layers.padding import Padding
+from headmax.ops.packing import Packing
+
 
 class StateLayer(CacheLayerMixin):
     """A layer's state, whatever tuple of tensors its mixer hands over, sequences along the first axis."""
@@ -19,17 +22,22 @@ class StateLayer(CacheLayerMixin):
     def __init__(self) -> None:
         super().__init__()
         self.state: tuple | None = None
-        self.seen: int | Tensor = 0
-        """Tokens so far; [sequences] after packed ones, each of its own length."""
+        self.seen = 0
+        """How many places of each row have been read, padding included; of packed sequences those of the longest."""
+        self.tokens: int | Tensor = 0
+        """How many tokens, [sequences] where each has its own number."""
 
-    def advance(self, state: tuple | None, tokens: int | Tensor) -> None:
+    def advance(self, state: tuple | None, time: int, packing: Packing | None = None, padding: Padding | None = None) -> None:
+        """Takes the state after `time` more places of each row."""
+        lengths = padding.lengths if padding is not None else time if packing is None else packing.cu_seqlens.diff()
         self.state = state
-        self.seen = self.seen + tokens
+        self.seen += time if packing is None else packing.longest
+        self.tokens = self.tokens + lengths
         self.is_initialized = True
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> None:
         if self.state is not None:
-            self.state, self.seen = tree_map_only(Tensor, function, (self.state, self.seen))
+            self.state, self.tokens = tree_map_only(Tensor, function, (self.state, self.tokens))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._map(lambda x: x.index_select(0, beam_idx.to(x.device)))
@@ -41,7 +49,7 @@ class StateLayer(CacheLayerMixin):
         self._map(lambda x: x.repeat_interleave(repeats, dim=0))
 
     def reset(self) -> None:
-        self.state, self.seen, self.is_initialized = None, 0, False
+        self.state, self.seen, self.tokens, self.is_initialized = None, 0, 0, False
 
     def prefetch(self) -> None:
         raise ValueError("HeadmaxCache cannot be offloaded: a recurrent state is small and is needed at every step")
@@ -52,7 +60,7 @@ class StateLayer(CacheLayerMixin):
         raise ValueError("a recurrent state cannot be cropped: it holds the whole past in one tensor")
 
     def get_seq_length(self) -> int:
-        return self.seen if isinstance(self.seen, int) else int(self.seen.max())
+        return self.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
@@ -80,7 +88,7 @@ class HeadmaxCache(Cache):
         """A new cache with the states of these sequences, each as often as it is named: a text read once continues in several ways."""
         chosen = HeadmaxCache(len(self.layers))
         for new, layer in zip(chosen.layers, self.layers, strict=True):
-            new.state, new.seen, new.is_initialized = layer.state, layer.seen, layer.is_initialized
+            new.state, new.seen, new.tokens, new.is_initialized = layer.state, layer.seen, layer.tokens, layer.is_initialized
         chosen.reorder_cache(sequences)  # type: ignore[arg-type]
         return chosen
 

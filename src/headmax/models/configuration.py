@@ -92,6 +92,8 @@ class HeadmaxConfig(PreTrainedConfig):
     """Token that ends a text."""
     backend: str = "auto"
     """Implementation of the ops: "auto", "reference", "chunkwise", "triton" or "fla"."""
+    fused: bool | None = None
+    """Run norms, projections and MLP as fused ops; on a GPU unless given."""
 
     def __post_init__(self, **kwargs: Any) -> None:
         refuse_misspelt(kwargs)
@@ -147,6 +149,8 @@ class HeadmaxConfig(PreTrainedConfig):
         for name in ("tie_word_embeddings", "use_cache"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"HeadmaxConfig: {name} must be True or False, got {getattr(self, name)!r}")
+        if self.fused is not None and not isinstance(self.fused, bool):
+            raise ValueError(f"HeadmaxConfig: fused must be True, False or None, got {self.fused!r}")
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             value = getattr(self, name)
             several = value if name == "eos_token_id" and isinstance(value, list) else [] if value is None else [value]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,11 +19,13 @@ from transformers.utils import can_return_tuple
 
 from headmax.layers import MIXERS
 from headmax.layers.block import Block
+from headmax.layers.fusion import Fusion
 from headmax.layers.initialized import Initialized
 from headmax.layers.loss import IGNORED, linear_cross_entropy
 from headmax.layers.mixers.attention import attention_mask as make_attention_mask
 from headmax.layers.norm import RMSNorm
-from headmax.layers.rotary import RotarySettings
+from headmax.layers.padding import Padding
+from headmax.layers.rotary import Rotary, RotarySettings
 from headmax.models.cache import HeadmaxCache
 from headmax.models.configuration import HeadmaxConfig
 from headmax.ops.checks import check_packing
@@ -30,6 +34,14 @@ from headmax.ops.registry import autocast_dtype
 
 RECOMPILATIONS = 32
 """Ways to call a block that may each be compiled."""
+UNSUPPORTED = {
+    "output_attentions": "recurrent layers have no attention maps; return_gates=True gives the head gates",
+    "head_mask": "heads cannot be masked; a gate of a head is its share of the softmax",
+    "token_type_ids": "the model has one kind of token",
+    "encoder_hidden_states": "the model is a decoder without cross-attention",
+    "encoder_attention_mask": "the model is a decoder without cross-attention",
+}
+"""Arguments of Hugging Face models that would change the result, and why they cannot here."""
 Gates = tuple[tuple[Tensor | None, Tensor | None] | None, ...]
 
 
@@ -67,43 +79,55 @@ class HeadmaxPreTrainedModel(PreTrainedModel):
                 init.copy_(parameter, value)
 
 
-def padding(attention_mask: Tensor | None) -> Tensor | None:
-    """The mask where it masks anything. `torch.compile` cannot look, and keeps it."""
-    if attention_mask is None or torch.compiler.is_compiling():
-        return attention_mask
-    return None if attention_mask.all() else attention_mask
-
-
 @functools.cache
 def misspelt(name: str) -> str | None:
     """The argument of our own that a name is all but equal to."""
     return next(iter(difflib.get_close_matches(name, ("return_gates", "cu_seqlens", "skip_logits"), n=1, cutoff=0.9)), None)
 
 
-def find_packing(
-    tokens: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cu_seqlens: Tensor | Packing | None
-) -> Packing | None:
-    """The packing of tokens [batch, time, ...]: as given, or where unpadded positions do not count on by one."""
-    packing = check_packing("HeadmaxModel", cu_seqlens, tokens.shape[0], tokens.shape[1], tokens.device)
-    return packing if packing is not None or position_ids is None else packing_of_positions(tokens, attention_mask, position_ids)
+@torch.compiler.disable(reason="attention_mask is read on the host to find padding: leave it out where there is none")
+def find_padding(attention_mask: Tensor) -> Padding | None:
+    return Padding.of(attention_mask)
 
 
 @torch.compiler.disable(reason="position_ids are read on the host to find packed sequences: pass cu_seqlens as a Packing instead")
-def packing_of_positions(tokens: Tensor, attention_mask: Tensor | None, position_ids: Tensor) -> Packing | None:
-    if padding(attention_mask) is not None:
-        return None  # positions of padding mean nothing
-    if position_ids.shape[0] == 1 and tokens.shape[0] == 1:
+def packing_of_positions(position_ids: Tensor, batch: int) -> Packing | None:
+    """The packing that positions [batch or 1, time] tell by starting anew; only a batch of one may be packed."""
+    if batch == 1:
         return Packing.from_positions(position_ids)
     if (position_ids.diff(dim=1) != 1).any():
         raise ValueError("position_ids restart inside a row: pack sequences into a batch of one, or pad them and pass attention_mask")
     return None
 
 
-def pads_on_the_right(attention_mask: Tensor | None) -> bool:
-    """Whether padding follows a token somewhere; not known under `torch.compile`, which cannot look."""
-    if attention_mask is None or torch.compiler.is_compiling():
-        return False
-    return bool((attention_mask.int().diff(dim=1) < 0).any())
+def find_packing(
+    tokens: Tensor, padding: Padding | None, position_ids: Tensor | None, cu_seqlens: Tensor | Packing | None
+) -> Packing | None:
+    """The packing of tokens [batch, time, ...]: as given, or where the positions of unpadded tokens do not count on by one."""
+    batch, time = tokens.shape[:2]
+    if cu_seqlens is not None:
+        return check_packing("HeadmaxModel", cu_seqlens, batch, time, tokens.device)
+    if position_ids is None or padding is not None or time == 1:
+        return None
+    return packing_of_positions(position_ids, batch)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the blocks are given, after the rules of `HeadmaxModel.read_inputs`."""
+
+    x: Tensor
+    """The residual stream [batch, time, hidden]."""
+    cache: HeadmaxCache | None
+    use_cache: bool
+    packing: Packing | None
+    padding: Padding | None
+    positions: dict[tuple[bool, RotarySettings | None], Rotary | None]
+    """The angles of the tokens, for attention or not, and for each setting in the model."""
+    attention_mask: Tensor | None
+    """Which keys a query of an attention layer may see."""
+    fusion: tuple[Fusion, ...]
+    """Of each block."""
 
 
 class HeadmaxModel(HeadmaxPreTrainedModel):
@@ -113,13 +137,21 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(
-            Block(MIXERS[name](**config.mixer_arguments(name)), config.hidden_size, config.mlp_width(name), config.norm_eps, config.backend)
+            Block(
+                MIXERS[name](**config.mixer_arguments(name)),
+                config.hidden_size,
+                config.mlp_width(name),
+                config.norm_eps,
+                config.backend,
+                config.fused,
+            )
             for name in config.mixers
         )
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, config.backend)
         self.uses_attention = [name == "attention" for name in config.mixers]
         self.rotary: list[RotarySettings | None] = [getattr(block.mixer, "rotary", None) for block in self.layers]
         self.gradient_checkpointing = False
+        self.compiler_limits: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.post_init()
 
     @can_return_tuple
@@ -138,99 +170,136 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
     ) -> HeadmaxModelOutput:
         """`cu_seqlens`, or `position_ids` that restart in a batch of one, pack sequences: nothing crosses their boundaries.
 
-        Positions are read on the host for that, so under `torch.compile` pass `cu_seqlens` as a `Packing`.
+        Where `attention_mask` is 0 there is no token, wherever that is. Mask and positions are read on the host for this, so in a compiled
+        model without graph breaks leave the mask out and pass `cu_seqlens` as a `Packing`.
         Without attention layers packed sequences may keep their states (`use_cache=True`), one per sequence, and continue from such states:
         packed again, or as the rows of a batch.
         """
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give exactly one of input_ids and inputs_embeds")
-        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        x = x.to(
-            autocast_dtype(x.device) or x.dtype
-        )  # embeddings are looked up in float32; the residual stream is what autocast computes in
-        batch, time, _ = x.shape
-        if past_key_values is not None:
-            if not isinstance(past_key_values, HeadmaxCache):
-                raise ValueError(f"past_key_values must be a HeadmaxCache, got {type(past_key_values).__name__}")
-            if len(past_key_values.layers) != len(self.layers):
-                raise ValueError(f"past_key_values has {len(past_key_values.layers)} layers, the model {len(self.layers)}")
-        if position_ids is not None and tuple(position_ids.shape) not in ((1, time), (batch, time)):
-            raise ValueError(f"position_ids must be [batch or 1, time] = {[batch, time]}, got {list(position_ids.shape)}")
-        past = 0 if past_key_values is None else past_key_values.get_seq_length()
-        if attention_mask is not None and tuple(attention_mask.shape) not in ((batch, time), (batch, past + time)):
-            raise ValueError(f"attention_mask must be [batch, seen + time] = {[batch, past + time]}, got {list(attention_mask.shape)}")
-        new_only = past > 0 and attention_mask is not None and attention_mask.shape[1] == time
-        attention_mask, compiling = padding(attention_mask), torch.compiler.is_compiling()
-        looked_at = None if compiling else position_ids  # with labels they were looked at already
-        packing = find_packing(x, attention_mask, looked_at, cu_seqlens)
-        if packing is not None and (use_cache or past) and any(self.uses_attention):
-            raise ValueError("attention layers keep no states of packed sequences: pass use_cache=False and no past_key_values")
-        pads_right = pads_on_the_right(attention_mask)
-        if past and not all(self.uses_attention) and (pads_right or (new_only and attention_mask is not None and not compiling)):
-            raise ValueError(
-                "attention_mask pads tokens that follow a state, which would decay through them: continue such rows by themselves"
-            )
-        if use_cache is None:
-            use_cache = self.config.use_cache and not self.training and packing is None and not pads_right
-        elif use_cache and pads_right and not all(self.uses_attention):
-            raise ValueError("attention_mask must pad on the left where a state is kept, or the state decays through the padding")
-        if use_cache and past_key_values is None:
-            past_key_values = HeadmaxCache(self.config.num_hidden_layers)
-
-        if position_ids is None:
-            seen = 0 if past_key_values is None else past_key_values.layers[0].seen
-            if isinstance(seen, Tensor):  # after packed sequences, each of its own length
-                seen = seen.unsqueeze(1) if packing is None else seen[packing.sequence_ids]
-            position_ids = torch.arange(time, device=x.device) if packing is None else packing.positions
-            position_ids = (position_ids + seen).view(-1, time)
-        mask, full_mask = self._masks(x, past, attention_mask, packing)
+        inputs = self.read_inputs(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, cu_seqlens)
+        x = inputs.x
         gates: list = []
         hidden_states: list = []
-        positions = {turn: turn and turn.at(position_ids, x.dtype) for turn in set(self.rotary)}
-        for n, (block, attends) in enumerate(zip(self.layers, self.uses_attention, strict=True)):
-            if output_hidden_states:
-                hidden_states.append(x)
-            layer = None if past_key_values is None else past_key_values.layers[n]
-            x, state, gate = block(
-                x,
-                state=layer and layer.state,
-                return_state=use_cache,
-                positions=positions[self.rotary[n]],
-                packing=packing,
-                mask=full_mask if attends else mask,
-                return_gates=return_gates,
-            )
-            if return_gates:
-                gates.append(gate)
-            if layer is not None and use_cache:
-                layer.advance(state, time if packing is None else packing.cu_seqlens.diff())
+        with self.compiler_limits():
+            for n, (block, attends) in enumerate(zip(self.layers, self.uses_attention, strict=True)):
+                if output_hidden_states:
+                    hidden_states.append(x)
+                layer = None if inputs.cache is None else inputs.cache.layers[n]
+                x, state, gate = block(
+                    x,
+                    state=layer and layer.state,
+                    return_state=inputs.use_cache,
+                    positions=inputs.positions[attends, self.rotary[n]],
+                    packing=inputs.packing,
+                    mask=inputs.attention_mask if attends else inputs.padding,
+                    return_gates=return_gates,
+                    fusion=inputs.fusion[n],
+                )
+                if return_gates:
+                    gates.append(gate)
+                if layer is not None and inputs.use_cache:
+                    layer.advance(state, x.shape[1], inputs.packing, inputs.padding)
         x = self.norm(x)
         return HeadmaxModelOutput(
             last_hidden_state=x,
-            past_key_values=past_key_values if use_cache else None,
+            past_key_values=inputs.cache if inputs.use_cache else None,
             hidden_states=(*hidden_states, x) if output_hidden_states else None,
             gates=tuple(gates) if return_gates else None,
         )
 
+    def read_inputs(
+        self,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        cache: HeadmaxCache | None,
+        inputs_embeds: Tensor | None,
+        use_cache: bool | None,
+        cu_seqlens: Tensor | Packing | None,
+    ) -> Inputs:
+        """The rules of what may be given together, and what follows from it for the blocks."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        # embeddings are looked up in float32; the residual stream is what autocast computes in
+        x = x.to(autocast_dtype(x.device) or x.dtype)
+        batch, time, _ = x.shape
+        self._check_cache(cache)
+        past = 0 if cache is None else cache.get_seq_length()
+        if position_ids is not None and tuple(position_ids.shape) not in ((1, time), (batch, time)):
+            raise ValueError(f"position_ids must be [batch or 1, time] = {[batch, time]}, got {list(position_ids.shape)}")
+        if attention_mask is not None and tuple(attention_mask.shape) not in ((batch, time), (batch, past + time)):
+            raise ValueError(f"attention_mask must be [batch, seen + time] = {[batch, past + time]}, got {list(attention_mask.shape)}")
+        padding = None if attention_mask is None else find_padding(attention_mask[:, -time:])
+        packing = find_packing(x, padding, position_ids, cu_seqlens)
+        if packing is not None and padding is not None:
+            raise ValueError("attention_mask pads rows and cu_seqlens packs sequences: give one of them")
+        if packing is not None and (use_cache or past) and any(self.uses_attention):
+            raise ValueError("attention layers keep no states of packed sequences: pass use_cache=False and no past_key_values")
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training and packing is None
+        if use_cache and cache is None:
+            cache = HeadmaxCache(self.config.num_hidden_layers)
+        return Inputs(
+            x,
+            cache,
+            use_cache,
+            packing,
+            padding,
+            self._angles(x, cache, position_ids, packing, padding),
+            self._attention_mask(x, past, attention_mask, packing),
+            tuple(cast(Block, block).fusion(x) for block in self.layers),
+        )
+
+    def _check_cache(self, cache: HeadmaxCache | None) -> None:
+        if cache is not None and not isinstance(cache, HeadmaxCache):
+            raise ValueError(f"past_key_values must be a HeadmaxCache, got {type(cache).__name__}")
+        if cache is not None and len(cache.layers) != len(self.layers):
+            raise ValueError(f"past_key_values has {len(cache.layers)} layers, the model {len(self.layers)}")
+
+    def _angles(
+        self, x: Tensor, cache: HeadmaxCache | None, position_ids: Tensor | None, packing: Packing | None, padding: Padding | None
+    ) -> dict[tuple[bool, RotarySettings | None], Rotary | None]:
+        """Of each token's position, which counts the tokens of its sequence before it unless `position_ids` say otherwise."""
+        kinds = set(zip(self.uses_attention, self.rotary, strict=True))
+        if position_ids is None and any(settings is not None for _, settings in kinds):
+            position_ids = self._positions(x, cache, packing, padding)
+        rows = position_ids if padding is None or position_ids is None else padding.remove(position_ids.expand(x.shape[:2]))
+        return {
+            (attends, settings): settings and settings.at(position_ids if attends else rows, x.dtype)  # type: ignore[arg-type]
+            for attends, settings in kinds
+        }
+
+    def _positions(self, x: Tensor, cache: HeadmaxCache | None, packing: Packing | None, padding: Padding | None) -> Tensor:
+        """[batch or 1, time]: how many tokens of its sequence each token has before it."""
+        before = 0 if cache is None else cache.layers[0].tokens
+        if padding is not None:
+            positions = padding.positions
+        else:
+            positions = (torch.arange(x.shape[1], device=x.device) if packing is None else packing.positions)[None]
+        if isinstance(before, Tensor):  # of each sequence its own number
+            before = before[:, None] if packing is None else before[packing.sequence_ids]
+        return positions + before
+
+    def _attention_mask(self, x: Tensor, past: int, attention_mask: Tensor | None, packing: Packing | None) -> Tensor | None:
+        """What attention layers may see, None where plain causality says it all."""
+        if not any(self.uses_attention):
+            return None
+        if attention_mask is not None and attention_mask.shape[1] != past + x.shape[1]:
+            raise ValueError(f"attention_mask must cover the cache too, [batch, seen + time] = {[x.shape[0], past + x.shape[1]]}")
+        if attention_mask is not None and find_padding(attention_mask) is None:
+            attention_mask = None
+        return make_attention_mask(x.shape[1], past, attention_mask, packing, x.device)
+
     def compile_blocks(self, backend: str = "inductor") -> None:
         """Compiles block by block: the blocks share their code, so one compilation serves all layers, and none holds a graph break.
 
-        Each kind of mixer, dtype, and way of calling (training, packed, with a state) is a compilation of that shared code; as many as
-        those may come to are allowed.
+        Each kind of mixer, dtype, and way of calling (training, packed, with a state) is a compilation of that shared code, more of them
+        than PyTorch allows by itself; the limit is raised while the blocks run.
         """
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILATIONS * len(set(self.config.mixers)))
+        limit = max(torch._dynamo.config.recompile_limit, RECOMPILATIONS * len(set(self.config.mixers)))
+        self.compiler_limits = functools.partial(torch._dynamo.config.patch, recompile_limit=limit)
         for block in self.layers:
             block.compile(fullgraph=True, backend=backend)
-
-    def _masks(self, x: Tensor, past: int, attention_mask: Tensor | None, packing: Packing | None) -> tuple[Tensor | None, Tensor | None]:
-        """The padding of these tokens [batch, time] for recurrent layers, and the mask of attention layers."""
-        batch, time, _ = x.shape
-        mask = None if attention_mask is None else attention_mask[:, -time:]
-        if not any(self.uses_attention):
-            return mask, None
-        if attention_mask is not None and attention_mask.shape[1] != past + time:
-            raise ValueError(f"attention_mask must cover the cache too, [batch, seen + time] = {[batch, past + time]}")
-        return mask, make_attention_mask(time, past, attention_mask, packing, x.device)
 
 
 class HeadmaxForCausalLM(HeadmaxPreTrainedModel, GenerationMixin):
@@ -276,17 +345,19 @@ class HeadmaxForCausalLM(HeadmaxPreTrainedModel, GenerationMixin):
 
         With labels in training mode (or `skip_logits=True`) the loss is computed piece by piece, and `.logits` is None.
         """
-        if not torch.compiler.is_compiling():
-            for name in kwargs:  # as Hugging Face models do, it takes what others pass around, but not a misspelt argument of its own
-                if (meant := misspelt(name)) is not None:
-                    raise ValueError(f"unknown argument {name!r}; did you mean {meant!r}?")
+        for name, value in kwargs.items():  # as Hugging Face models do, it takes what others pass around
+            if (meant := misspelt(name)) is not None:
+                raise ValueError(f"unknown argument {name!r}; did you mean {meant!r}?")
+            if name in UNSUPPORTED and value is not None and value is not False:
+                raise ValueError(f"{name} is not supported: {UNSUPPORTED[name]}")
         if cu_seqlens is None:
             cu_seqlens = kwargs.pop("cu_seq_lens_q", None)
         if "seq_idx" in kwargs and position_ids is None and cu_seqlens is None:
             raise ValueError("seq_idx alone does not tell where sequences lie: pass cu_seqlens or position_ids")
         tokens = input_ids if input_ids is not None else inputs_embeds
         if labels is not None and tokens is not None:
-            cu_seqlens = find_packing(tokens, attention_mask, position_ids, cu_seqlens)
+            padding = None if attention_mask is None else find_padding(attention_mask[:, -tokens.shape[1] :])
+            cu_seqlens = find_packing(tokens, padding, position_ids, cu_seqlens)
             if cu_seqlens is not None:  # the last token of a sequence does not predict the first of the next
                 labels = labels.masked_fill(cu_seqlens.positions == 0, -100)
         output = self.model(

@@ -15,22 +15,29 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def beyond_kernels(q: Tensor, v: Tensor) -> str | None:
-    """Why the Triton kernels cannot take these inputs, or None."""
-    if q.dtype == torch.float64:
-        return "q, k and v must be float32, bfloat16 or float16, got torch.float64"
-    if q.shape[3] > 256 or v.shape[3] > 512:
-        return f"heads are at most 256 (key) and 512 (value) wide, got {q.shape[3]} and {v.shape[3]}"
+def too_wide(q: Tensor, v: Tensor) -> str | None:
+    """Why the Triton kernels cannot take heads of these widths, or None."""
+    key, value = q.shape[3], v.shape[3]
+    if key > 256 or value > 512:
+        return f"heads are at most 256 (key) and 512 (value) wide, got {key} and {value}"
     return None
 
 
-def check_shape(op: str, name: str, x: Tensor, axes: str, shape: Sequence[int]) -> None:
+def check_shape(op: str, name: str, x: Tensor, axes: str, shape: Sequence[int], device: torch.device | None = None) -> None:
+    """x must be a floating tensor of this shape, on q's `device` if one is given."""
     if not isinstance(x, Tensor):
         raise ValueError(f"{op}: {name} must be a tensor, got {type(x).__name__}")
-    if tuple(x.shape) != tuple(shape):
+    if x.shape != shape:
         raise ValueError(f"{op}: {name} must be [{axes}] = {list(shape)}, got {list(x.shape)}")
     if not x.is_floating_point():
         raise ValueError(f"{op}: {name} must have a floating dtype, got {x.dtype}")
+    if device is not None and x.device != device:
+        raise ValueError(f"{op}: {name} must be on q's device {device}, got {x.device}")
+
+
+def check_rank(op: str, name: str, x: Tensor, axes: str) -> None:
+    if not isinstance(x, Tensor) or x.ndim != 4:
+        raise ValueError(f"{op}: {name} must be [{axes}], got {list(x.shape) if isinstance(x, Tensor) else type(x).__name__}")
 
 
 def check_recurrence(
@@ -46,44 +53,36 @@ def check_recurrence(
     value_heads: bool = False,
 ) -> Packing | None:
     """Checks what the three recurrences share and returns the packing, built here if it came as a tensor."""
-    for name, x, axes in (("q", q, "batch, time, heads, key"), ("v", v, "batch, time, heads, value")):
-        if not isinstance(x, Tensor) or x.ndim != 4:
-            got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"{op}: {name} must be [{axes}], got {got}")
-    batch, time, heads, key = q.shape
-    if 0 in (batch, time, heads, key, v.shape[3]):
+    check_rank(op, "q", q, "batch, time, heads, key")
+    check_rank(op, "v", v, "batch, time, heads, value")
+    (batch, time, heads, key), (_, _, out_heads, value), device = q.shape, v.shape, q.device
+    if batch == 0 or time == 0 or heads == 0 or key == 0 or value == 0:
         raise ValueError(f"{op}: q {list(q.shape)} and v {list(v.shape)} must have no empty axis")
     check_shape(op, "q", q, "batch, time, heads, key", (batch, time, heads, key))
-    check_shape(op, "k", k, "batch, time, heads, key", (batch, time, heads, key))
-    out_heads = v.shape[2]
-    if value_heads and out_heads % heads:
+    check_shape(op, "k", k, "batch, time, heads, key", (batch, time, heads, key), device)
+    if not value_heads:
+        out_heads = heads
+    elif out_heads == 0 or out_heads % heads:
         raise ValueError(f"{op}: v must have a multiple of q's {heads} heads, got {out_heads}")
-    check_shape(op, "v", v, "batch, time, heads, value", (batch, time, out_heads if value_heads else heads, v.shape[3]))
-    for name, x in (("k", k), ("v", v)):
-        if x.dtype != q.dtype:
-            raise ValueError(f"{op}: {name} must share q's dtype {q.dtype}, got {x.dtype}")
-    for name, gate in (("read_gate", read_gate), ("write_gate", write_gate)):
-        if gate is not None:
-            check_shape(op, name, gate, "batch, time, heads", (batch, time, out_heads))
-    packing = check_packing(op, cu_seqlens, batch, time, q.device)
+    check_shape(op, "v", v, "batch, time, heads, value", (batch, time, out_heads, value), device)
+    if k.dtype != q.dtype or v.dtype != q.dtype:
+        name, x = ("k", k) if k.dtype != q.dtype else ("v", v)
+        raise ValueError(f"{op}: {name} must share q's dtype {q.dtype}, got {x.dtype}")
+    if read_gate is not None:
+        check_shape(op, "read_gate", read_gate, "batch, time, heads", (batch, time, out_heads), device)
+    if write_gate is not None:
+        check_shape(op, "write_gate", write_gate, "batch, time, heads", (batch, time, out_heads), device)
+    packing = check_packing(op, cu_seqlens, batch, time, device)
     if initial_state is not None:
         count, axes = (batch, "batch") if packing is None else (packing.num_sequences, "sequences")
-        check_shape(op, "initial_state", initial_state, f"{axes}, heads, key, value", (count, out_heads, key, v.shape[3]))
-    named = {"k": k, "v": v, "read_gate": read_gate, "write_gate": write_gate, "initial_state": initial_state}
-    for name, other in named.items():
-        check_device(op, name, other, q)
+        check_shape(op, "initial_state", initial_state, f"{axes}, heads, key, value", (count, out_heads, key, value), device)
     return packing
-
-
-def check_device(op: str, name: str, x: Tensor | None, q: Tensor) -> None:
-    if x is not None and x.device != q.device:
-        raise ValueError(f"{op}: {name} must be on q's device {q.device}, got {x.device}")
 
 
 def check_packing(op: str, cu_seqlens: Tensor | Packing | None, batch: int, time: int, device: torch.device) -> Packing | None:
     if cu_seqlens is None:
         return None
-    packing = cu_seqlens if isinstance(cu_seqlens, Packing) else Packing(cu_seqlens, device)
+    packing = cu_seqlens if isinstance(cu_seqlens, Packing) else Packing.of(cu_seqlens, device)
     if packing.cu_seqlens.device != device:
         raise ValueError(f"{op}: cu_seqlens is on {packing.cu_seqlens.device}, the inputs on {device}: use Packing.to")
     if batch != 1:

@@ -9,12 +9,28 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from headmax.ops.library import define_op
 from headmax.ops.packing import CHUNK, Packing
 from headmax.ops.sequential import split_time
 
 SEGMENT = 4096
 """Longer sequences run in pieces of this many steps: temporary memory stays bounded and in reach of the caches."""
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    """x itself. Its gradient leaves the chunked layout permuted, and PyTorch 2.13 traces those of softplus, logsigmoid and F.pad with
+    dynamic shapes as if they were contiguous: `aot_eager` then fails at a second length.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, d_x: Tensor) -> Tensor:
+        return d_x.contiguous()
 
 
 class Chunks:
@@ -26,18 +42,16 @@ class Chunks:
     def __init__(self, time: int, packing: Packing | None) -> None:
         self.time = time
         self.packing = packing
-        if packing is not None:
-            self.size = packing.size
-        elif torch.compiler.is_compiling() or time > CHUNK // 2:  # one compiled graph serves every length
-            self.size = CHUNK
-        else:
-            self.size = 1 << (time - 1).bit_length()
+        self.size = CHUNK if packing is None else packing.size
         self.starts = torch.empty(0, dtype=torch.int64) if packing is None else packing.slot_starts
 
     def split(self, x: Tensor) -> Tensor:
+        x = _ContiguousGradient.apply(x)
         flat = x.flatten(3) if x.ndim > 3 else x.unsqueeze(-1)
         if self.packing is None:
-            flat = F.pad(flat, (0, 0, 0, 0, 0, (self.time + self.size - 1) // self.size * self.size - self.time))
+            batch, _, heads, width = flat.shape
+            extra = (self.time + self.size - 1) // self.size * self.size - self.time
+            flat = torch.cat([flat, flat.new_zeros(batch, extra, heads, width)], dim=1)  # F.pad: see _ContiguousGradient
         else:
             flat = F.pad(flat, (0, 0, 0, 0, 0, 1)).index_select(1, self.packing.slot_tokens)
         chunked = flat.unflatten(1, (-1, self.size)).transpose(2, 3)
@@ -56,13 +70,16 @@ class Chunks:
 
 
 def in_segments(run: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Runs `run(q, k, v, *per_token, scale, state, packing)` on a long sequence piece by piece, handing the state over."""
+    """Runs `run(q, k, v, *per_token, scale, state, packing)` on a long sequence piece by piece, handing the state over.
+
+    The state comes whether it is asked for or not: it costs nothing.
+    """
 
     @functools.wraps(run)
     def segmented(*args: Any) -> tuple[Tensor, Tensor]:
-        *tokens, scale, state, packing = args
+        *tokens, scale, state, packing, _ = args
         if packing is not None or tokens[0].shape[1] <= SEGMENT:
-            return run(*args)
+            return run(*args[:-1])
         outputs = []
         for piece in split_time(tokens, SEGMENT):
             o, state = run(*piece, scale, state, None)
@@ -102,12 +119,7 @@ def segments(starts: Tensor, chunks: int) -> list[tuple[slice, int, int]]:
     return [(slice(s, s + 1), bounds[s], bounds[s + 1]) for s in range(len(bounds) - 1)]
 
 
-@torch.library.custom_op("headmax::chunk_scan", mutates_args=())
-def chunk_scan(update: Tensor, decay: Tensor, initial: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-    """S_{n+1} = decay_n S_n + update_n over chunks. Returns the state before each chunk and the last state of each sequence.
-
-    update [batch, chunks, heads, key, value]; decay broadcasts against it ([..., 1 or key, 1]).
-    """
+def scan_forward(update: Tensor, decay: Tensor, initial: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
     states, final = torch.empty_like(update), torch.empty_like(initial)
     for rows, first, end in segments(starts, update.shape[1]):
         state = initial[rows]
@@ -118,13 +130,7 @@ def chunk_scan(update: Tensor, decay: Tensor, initial: Tensor, starts: Tensor) -
     return states, final
 
 
-@chunk_scan.register_fake
-def _(update: Tensor, decay: Tensor, initial: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(update), torch.empty_like(initial)
-
-
-@torch.library.custom_op("headmax::chunk_scan_backward", mutates_args=())
-def _chunk_scan_backward(d_states: Tensor, d_final: Tensor, states: Tensor, decay: Tensor, starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def scan_backward(d_states: Tensor, d_final: Tensor, states: Tensor, decay: Tensor, starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     d_update, d_decay, d_initial = torch.empty_like(states), torch.empty_like(decay), torch.empty_like(d_final)
     summed = [axis for axis in (2, 3) if decay.shape[axis + 1] == 1]
     for rows, first, end in segments(starts, states.shape[1]):
@@ -137,19 +143,32 @@ def _chunk_scan_backward(d_states: Tensor, d_final: Tensor, states: Tensor, deca
     return d_update, d_decay, d_initial
 
 
-@_chunk_scan_backward.register_fake
-def _(d_states: Tensor, d_final: Tensor, states: Tensor, decay: Tensor, starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(states), torch.empty_like(decay), torch.empty_like(d_final)
+_scan = define_op("chunk_scan", scan_forward, lambda update, decay, initial, starts: (torch.empty_like(update), torch.empty_like(initial)))
+_scan_backward = define_op(
+    "chunk_scan_backward",
+    scan_backward,
+    lambda d_states, d_final, states, decay, starts: (torch.empty_like(states), torch.empty_like(decay), torch.empty_like(d_final)),
+)
 
 
-def _save_chunk_scan(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    _, decay, _, starts = inputs
-    ctx.save_for_backward(output[0], decay, starts)
+class ChunkScan(torch.autograd.Function):
+    """See `chunk_scan`. Saves decays and the states."""
+
+    @staticmethod
+    def forward(ctx: Any, update: Tensor, decay: Tensor, initial: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+        states, final = _scan(update, decay, initial, starts)
+        ctx.save_for_backward(states, decay, starts)
+        return states, final
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_states: Tensor, d_final: Tensor) -> tuple[Tensor | None, ...]:
+        return *_scan_backward(d_states, d_final, *ctx.saved_tensors), None
 
 
-def _chunk_scan_gradient(ctx, d_states, d_final):  # type: ignore[no-untyped-def]
-    states, decay, starts = ctx.saved_tensors
-    return *_chunk_scan_backward(d_states, d_final, states, decay, starts), None
+def chunk_scan(update: Tensor, decay: Tensor, initial: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+    """S_{n+1} = decay_n S_n + update_n over chunks. Returns the state before each chunk and the last state of each sequence.
 
-
-chunk_scan.register_autograd(_chunk_scan_gradient, setup_context=_save_chunk_scan)
+    update [batch, chunks, heads, key, value]; decay broadcasts against it ([..., 1 or key, 1]).
+    """
+    return ChunkScan.apply(update, decay, initial, starts)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -23,8 +24,9 @@ _built = WeakIdKeyDictionary()
 class Packing:
     """N sequences laid end to end in one row of T tokens, checked once and ready for every layer of a batch.
 
-    `cu_seqlens` are the N+1 boundaries 0 = c_0 < c_1 < ... < c_N = T. Building a Packing reads them on the host;
-    using it afterwards costs no synchronisation, and `torch.compile` treats the tables as ordinary inputs.
+    `cu_seqlens` are the N+1 boundaries 0 = c_0 <= c_1 <= ... <= c_N = T; where two are equal the sequence between is empty, and its
+    final state is the one it began with. Building a Packing reads them on the host; using it afterwards costs no synchronisation, and
+    `torch.compile` treats the tables as ordinary inputs. It does not change: `to` and `pin_memory` return another.
     """
 
     cu_seqlens: Tensor
@@ -33,6 +35,8 @@ class Packing:
     """[T] which sequence a token belongs to."""
     positions: Tensor
     """[T] a token's place in its own sequence."""
+    longest: int
+    """Tokens of the longest sequence."""
     size: int
     """Slots per chunk of the padded layout: CHUNK, or less where every sequence is shorter."""
     slot_tokens: Tensor
@@ -57,38 +61,42 @@ class Packing:
         # numpy: a loader builds one for every batch, and torch would wake its threads for tables of a few thousand numbers
         bounds = torch.asarray(cu_seqlens, dtype=torch.int64, device="cpu", copy=True).numpy()
         lengths = np.diff(bounds)
-        if bounds.size < 2 or bounds[0] != 0 or (lengths <= 0).any():
-            raise ValueError(f"cu_seqlens must rise strictly from 0, one step per sequence, got {_preview(bounds.tolist())}")
+        if bounds.size < 2 or bounds[0] != 0 or (lengths < 0).any() or bounds[-1] == 0:
+            raise ValueError(f"cu_seqlens must rise from 0, one step per sequence, to one token or more, got {_preview(bounds.tolist())}")
         total = int(bounds[-1])
         ids = np.repeat(np.arange(len(lengths)), lengths)
         positions = np.arange(total) - np.repeat(bounds[:-1], lengths)
 
-        self.size = min(CHUNK, 1 << (int(lengths.max()) - 1).bit_length())
+        self.longest = int(lengths.max())
+        self.size = min(CHUNK, 1 << (self.longest - 1).bit_length())
         slot_starts = _starts(lengths, self.size)
         slots = np.repeat(slot_starts[:-1] * self.size, lengths) + positions
         tokens = np.full(slot_starts[-1] * self.size, total)
         tokens[slots] = np.arange(total)
 
-        made = [bounds, ids, positions, slot_starts, tokens, slots]
+        tables = [bounds, ids, positions, slot_starts, tokens, slots]
         for size in (CHUNK, LONG_CHUNK):
             first = np.flatnonzero(positions % size == 0)
-            made += [np.stack([first, np.minimum(bounds[1:][ids[first]] - first, size)], axis=1), _starts(lengths, size)]
-        for name, table in zip(("cu_seqlens", "sequence_ids", "positions", "slot_starts", *TABLES), made, strict=True):
-            setattr(self, name, torch.from_numpy(table))
-        if device is not None:
-            self.to(device)
+            tables += [np.stack([first, np.minimum(bounds[1:][ids[first]] - first, size)], axis=1), _starts(lengths, size)]
+        for name, table in zip(("cu_seqlens", "sequence_ids", "positions", "slot_starts", *TABLES), tables, strict=True):
+            x = torch.from_numpy(table)
+            setattr(self, name, x if device is None or name not in DEVICE_TABLES else x.to(device, non_blocking=True))
+
+    def _with_tables(self, change: Callable[[Tensor], Tensor]) -> Packing:
+        """The same packing with other device tables."""
+        other = copy.copy(self)
+        for name in DEVICE_TABLES:
+            setattr(other, name, change(getattr(self, name)))
+        return other
 
     def to(self, device: torch.device | str) -> Packing:
-        """Moves the device tables, in place as `nn.Module.to` does."""
-        for name in DEVICE_TABLES:
-            setattr(self, name, getattr(self, name).to(device, non_blocking=True))
-        return self
+        """This packing with its device tables there, itself if they are already."""
+        device = torch.device(device)
+        return self if self.cu_seqlens.device == device else self._with_tables(lambda x: x.to(device, non_blocking=True))
 
     def pin_memory(self) -> Packing:
-        """Moves the device tables to pinned memory, in place: `to` a GPU then does not wait."""
-        for name in DEVICE_TABLES:
-            setattr(self, name, getattr(self, name).pin_memory())
-        return self
+        """This packing with its device tables in pinned memory: `to` a GPU then does not wait."""
+        return self._with_tables(torch.Tensor.pin_memory)
 
     def chunks(self, size: int) -> tuple[Tensor, Tensor]:
         """Where chunks of CHUNK or LONG_CHUNK tokens lie, and the first of each sequence."""
@@ -103,9 +111,9 @@ class Packing:
         return self.sequence_ids.shape[0]
 
     @classmethod
-    def of(cls, cu_seqlens: Tensor, device: torch.device) -> Packing:
+    def of(cls, cu_seqlens: Tensor | Sequence[int], device: torch.device) -> Packing:
         """The packing of a tensor handed to layer after layer: the first builds it, and it is kept until the tensor changes or goes."""
-        if cu_seqlens.is_inference():  # does not tell when it changes
+        if not isinstance(cu_seqlens, Tensor) or cu_seqlens.is_inference():  # does not tell when it changes
             return cls(cu_seqlens, device)
         key, known = (cu_seqlens._version, device), _built.get(cu_seqlens)
         if known is None or known[0] != key:

@@ -7,6 +7,7 @@ import difflib
 import functools
 import importlib
 import importlib.util
+import itertools
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -19,12 +20,13 @@ logger = logging.getLogger("headmax")
 BACKENDS = ("auto", "reference", "chunkwise", "triton", "fla")
 """All names an op's `backend` may have; not every op has every backend."""
 AUTO_ORDER = ("triton", "chunkwise", "reference")
-"""What "auto" tries, fastest first."""
+"""What "auto" tries, fastest first; "fla" is for comparison and taken only by name."""
 
 LEAST_SHARED = 99
 """KiB of shared memory a block of the kernels may need on any GPU: what consumer cards have."""
 
-_announced: set[tuple[str, str, str]] = set()
+_announced: set[tuple[str, str]] = set()
+"""What has been logged, by op: no message comes twice."""
 
 
 @functools.cache
@@ -71,10 +73,12 @@ class Lazy:
 
 Table = Mapping[str, Callable[..., Any] | Lazy]
 _tables: dict[str, Table] = {}
+_chosen: dict[tuple[str, str, str, torch.dtype, str | None], str] = {}
+"""What `dispatch` has chosen, by its arguments: it decides once and then looks up."""
 
 
 def register(op: str, table: Table) -> None:
-    """Makes the backends of `op` known to `select`."""
+    """Makes the backends of `op` known to `dispatch`; every op has a "reference" in plain PyTorch."""
     _tables[op] = table
 
 
@@ -85,46 +89,73 @@ def register_recurrence(op: str, reference: Callable[..., Any], chunkwise: Calla
     register(op, {"reference": reference, "chunkwise": chunkwise, "triton": triton, "fla": Lazy(f"{folder}.fla", op, needs="fla")})
 
 
-def select(op: str, backend: str, device_type: str, unfit: str | None = None) -> Callable[..., Any]:
-    """The implementation of `op` to run: the named one or an error, and for "auto" the first that can run on such a device.
+def dispatch(op: str, backend: str, x: torch.Tensor, obstacle: str | None = None) -> Callable[..., Any]:
+    """The implementation of `op` for tensors on the device and in the dtype of x; `obstacle` says why its kernels cannot take them, if so.
 
-    `unfit` says why "auto" should not take a kernel for these inputs, if so.
+    "auto" takes the fastest backend that can run. On a GPU it warns, once for each reason, when that is not the fastest there is.
+    A backend asked for by name is the one that runs, or an error. Ops that are no recurrence have no "chunkwise" or "fla": where a model
+    names one of those for all its ops, they run their plain PyTorch form.
     """
-    chosen = _tables[op][_choose(op, backend, device_type, unfit)]
+    chosen = _tables[op][_choose(op, backend, x.device.type, x.dtype, obstacle)]
     return chosen.function if isinstance(chosen, Lazy) else chosen  # type: ignore[return-value]
 
 
 @torch.compiler.assume_constant_result
-def _choose(op: str, backend: str, device_type: str, unfit: str | None) -> str:
+def _choose(op: str, backend: str, device_type: str, dtype: torch.dtype, obstacle: str | None) -> str:
     """The name of the backend, loaded; a compiled graph asks once, when it is traced."""
+    key = op, backend, device_type, dtype, obstacle
+    name = _chosen.get(key)
+    if name is None:
+        name = _chosen[key] = _decide(*key)
+    return name
+
+
+def _decide(op: str, backend: str, device_type: str, dtype: torch.dtype, obstacle: str | None) -> str:
     table = _tables[op]
     if backend == "auto":
-        backend = next(name for name, reason in obstacles(op, device_type, unfit).items() if reason is None)
-        if device_type != "meta" and (op, backend, device_type) not in _announced:
-            _announced.add((op, backend, device_type))
-            logger.debug("%s: backend %r on %s", op, backend, device_type)
-            if device_type == "cuda" and (why := _unavailable(table.get("triton", len), device_type)) is not None:
-                logger.warning("%s: the faster backend 'triton' is passed over: %s", op, why)
+        reasons = obstacles(op, device_type, dtype, obstacle)
+        backend = next(name for name, reason in reasons.items() if reason is None)
+        if device_type != "meta":
+            _announce(op, logging.DEBUG, f"backend {backend!r} on {device_type}")
+        if device_type == "cuda":
+            for name, reason in itertools.takewhile(lambda item: item[1] is not None, reasons.items()):
+                _announce(op, logging.WARNING, f"the faster backend {name!r} is passed over: {reason}")
     elif backend not in table:
-        raise ValueError(f"{op}: unknown backend {backend!r}{suggest(backend, [*table, 'auto'])}")
-    elif (why := _unavailable(table[backend], device_type)) is not None:
-        raise ValueError(f"{op}: backend {backend!r} cannot run here: {why}")
+        if backend not in BACKENDS:
+            raise ValueError(f"{op}: unknown backend {backend!r}{suggest(backend, [*table, 'auto'])}")
+        backend = "reference"
+    elif (reason := _obstacle(op, backend, device_type, dtype, obstacle)) is not None:
+        plain = "chunkwise" if "chunkwise" in table else "reference"
+        raise ValueError(f"{op}: backend {backend!r} cannot run here: {reason}; use {plain!r}")
     if isinstance(chosen := table[backend], Lazy):
         chosen.load()
     return backend
 
 
-def obstacles(op: str, device_type: str, unfit: str | None = None) -> dict[str, str | None]:
-    """The backends of `op` that "auto" considers, fastest first: why each cannot be taken on such a device, or None."""
-    table = _tables[op]
-    reasons = {name: _unavailable(table[name], device_type) for name in AUTO_ORDER if name in table}
-    if "triton" in table:
-        reasons["triton"] = reasons["triton"] or unfit or ("the interpreter is for tests" if device_type != "cuda" else None)
+def obstacles(op: str, device_type: str, dtype: torch.dtype = torch.float32, obstacle: str | None = None) -> dict[str, str | None]:
+    """The backends of `op` that "auto" considers, fastest first: why each cannot be taken for such tensors, or None."""
+    reasons = {name: _obstacle(op, name, device_type, dtype, obstacle) for name in AUTO_ORDER if name in _tables[op]}
+    if device_type != "cuda" and "triton" in reasons:
+        reasons["triton"] = reasons["triton"] or "the interpreter is for tests"
     return reasons
 
 
-def _unavailable(entry: Callable[..., Any] | Lazy, device_type: str) -> str | None:
-    return entry.unavailable(device_type) if isinstance(entry, Lazy) else None
+def _obstacle(op: str, name: str, device_type: str, dtype: torch.dtype, obstacle: str | None) -> str | None:
+    """Why a backend of `op` cannot run for such tensors, or None."""
+    entry = _tables[op][name]
+    if isinstance(entry, Lazy) and (reason := entry.unavailable(device_type)) is not None:
+        return reason
+    if name != "triton":
+        return None
+    if dtype == torch.float64:
+        return "it computes in float32, got torch.float64"
+    return obstacle
+
+
+def _announce(op: str, level: int, message: str) -> None:
+    if (op, message) not in _announced:
+        _announced.add((op, message))
+        logger.log(level, "%s: %s", op, message)
 
 
 def suggest(name: object, known: Iterable[str]) -> str:
@@ -132,18 +163,6 @@ def suggest(name: object, known: Iterable[str]) -> str:
     options = list(known)
     close = difflib.get_close_matches(str(name), options, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(map(repr, options))}"
-
-
-def beside(backend: str) -> str:
-    """What the ops around a recurrence of that backend run on: kernels where it names them, else plain PyTorch, as it is itself."""
-    return backend if backend in ("auto", "triton") else "reference"
-
-
-def around(op: str, backend: str, x: torch.Tensor, unfit: str | None = None) -> Callable[..., Any]:
-    """The implementation of an op around a recurrence of that backend, for x. Kernels compute in float32: float64 is not for them."""
-    if (chosen := beside(backend)) == "triton" and x.dtype == torch.float64:
-        raise ValueError(f"{op}: backend 'triton' computes in float32, got torch.float64; use 'chunkwise'")
-    return select(op, chosen, x.device.type, "float64" if x.dtype == torch.float64 else unfit)
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:

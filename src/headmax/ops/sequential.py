@@ -25,14 +25,14 @@ def split_time(tokens: Sequence[Any], sizes: int | list[int]) -> Iterable[tuple[
 
 
 def per_sequence(recurrence: Recurrence) -> Recurrence:
-    """Runs `recurrence(q, k, v, *per_token, scale, state)` on each packed sequence by itself.
+    """Runs `recurrence(q, k, v, *per_token, scale, state)` on each packed sequence by itself; the state is given even if not asked for.
 
     Casts every tensor to the accumulation dtype, the output back to q's, and starts from zeros where there is no initial state.
     """
 
     @functools.wraps(recurrence)
     def run(*args: Any) -> tuple[Tensor, Tensor]:
-        *tokens, scale, initial, packing = args
+        *tokens, scale, initial, packing, _ = args
         q, v = tokens[0], tokens[2]
         dtype = compute_dtype(q.dtype)
         tokens = [x.to(dtype) if isinstance(x, Tensor) else x for x in tokens]
@@ -42,7 +42,11 @@ def per_sequence(recurrence: Recurrence) -> Recurrence:
             o, state = recurrence(*tokens, scale, initial)
         else:
             pieces = split_time(tokens, packing.cu_seqlens.diff().tolist())
-            outputs = [recurrence(*piece, scale, initial[n : n + 1]) for n, piece in enumerate(pieces)]
+            states = initial.split(1)
+            outputs = [
+                recurrence(*piece, scale, state) if piece[0].shape[1] else (piece[2], state)  # an empty sequence
+                for piece, state in zip(pieces, states, strict=True)
+            ]
             o, state = torch.cat([o for o, _ in outputs], dim=1), torch.cat([state for _, state in outputs])
         return o.to(q.dtype), state
 

@@ -150,7 +150,7 @@ def covering_cases(variants: Mapping[str, Any] | None = None) -> tuple[Case, ...
         Case(time=63, heads=1, key=192, value=384, gates="write", initial_state=True, **extra),
         Case(time=17, heads=1, key=256, value=512, gates="both", initial_state=True, **extra),
         Case(time=1000, heads=2, key=20, value=20, gates="both", initial_state=True, **extra),
-        Case(time=151, heads=2, key=40, value=20, gates="both", initial_state=True, lengths=(1, 17, 64, 69), **extra),
+        Case(time=151, heads=2, key=40, value=20, gates="both", initial_state=True, lengths=(0, 1, 17, 0, 64, 69, 0), **extra),
         Case(time=130, heads=2, key=20, value=40, lengths=(65, 65), **extra),
         Case(time=40, heads=2, key=20, value=40, gates="read", lengths=(3, 1, 5, 2, 7, 8, 8, 6), **extra),
         Case(time=17, heads=1, key=320, value=96, gates="both", **extra),

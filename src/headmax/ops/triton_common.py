@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import math
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from headmax.ops.checks import beyond_kernels
 from headmax.ops.packing import CHUNK
+from headmax.ops.triton_tiles import cdiv
 
 
-def on_its_device(function):
-    """Kernels go to the current device, which need not be that of the tensors: makes it that of the first argument."""
-
-    @functools.wraps(function)
-    def guarded(first, *others):
-        tensor = first[0] if isinstance(first, list) else first
-        with torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext():
-            return function(first, *others)
-
-    return guarded
+def contiguous(*tensors: Tensor | None) -> list[Any]:
+    """The tensors as kernels take them."""
+    return [None if x is None else x.contiguous() for x in tensors]
 
 
 def dot_precision(dtype: torch.dtype) -> str:
@@ -33,17 +24,11 @@ def dot_precision(dtype: torch.dtype) -> str:
     return "tf32x3" if dtype == torch.float32 else "tf32"
 
 
-def check_kernel_limits(q: Tensor, v: Tensor) -> None:
-    if (why := beyond_kernels(q, v)) is not None:
-        raise ValueError(f"backend 'triton': {why}; use 'chunkwise'")
-
-
 MIN_SEGMENT = 8
 """Chunks of a sequence worth a segment of their own."""
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """How a call's tokens lie: one sequence per batch row, or packed as the tables say."""
 
     batch: int
@@ -60,12 +45,17 @@ class Layout:
         return self.table is not None
 
     @property
+    def length(self) -> int:
+        """As kernels take it. Packed chunks say where they lie: a length would be one more reason to compile."""
+        return self.time if self.table is None else 0
+
+    @property
     def sequences(self) -> int:
         return self.batch if self.starts is None else self.starts.shape[0] - 1
 
     @property
     def chunks(self) -> int:
-        return self.batch * triton.cdiv(self.time, self.chunk) if self.table is None else self.table.shape[0]
+        return self.batch * cdiv(self.time, self.chunk) if self.table is None else self.table.shape[0]
 
     def states(self, q: Tensor, v: Tensor) -> tuple[int, ...]:
         """The shape of the sequences' states [sequences, heads, key, value]."""
@@ -113,9 +103,9 @@ def sequence_span(sequence, table, starts, T, C: tl.constexpr, PACKED: tl.conste
     if PACKED:
         first_chunk = tl.load(starts + sequence).to(tl.int32)
         chunks = tl.load(starts + sequence + 1).to(tl.int32) - first_chunk
-        last = first_chunk + chunks - 1
-        end = tl.load(table + 2 * last).to(tl.int64) + tl.load(table + 2 * last + 1).to(tl.int64)
-        return first_chunk, chunks, tl.load(table + 2 * first_chunk).to(tl.int64), end
+        last, there = first_chunk + chunks - 1, chunks > 0  # an empty sequence has no row in the table
+        end = tl.load(table + 2 * last, mask=there, other=0).to(tl.int64) + tl.load(table + 2 * last + 1, mask=there, other=0).to(tl.int64)
+        return first_chunk, chunks, tl.load(table + 2 * first_chunk, mask=there, other=0).to(tl.int64), end
     else:
         chunks = tl.cdiv(T, C)
         token = sequence.to(tl.int64) * T

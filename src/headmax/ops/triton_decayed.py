@@ -25,7 +25,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from headmax.ops.launch import launch
+from headmax.ops.library import define_op
 from headmax.ops.packing import CHUNK, Packing
 from headmax.ops.triton_channel import (
     add_exact_score_gradients,
@@ -37,13 +40,12 @@ from headmax.ops.triton_channel import (
 from headmax.ops.triton_common import (
     Layout,
     causal_mask,
-    check_kernel_limits,
     chunk_span,
+    contiguous,
     decay_matrix,
     decay_rows,
     decay_sums,
     laid_like,
-    on_its_device,
     row_values,
     settled,
     state_tile,
@@ -238,10 +240,10 @@ class Prepared(NamedTuple):
     """[batch, time, heads, tokens of a chunk]; transposed, a token's row has what later ones read of it."""
     whole: Tensor
     """[chunks, heads], or [chunks, heads, key] for a decay per channel."""
-    mild: Tensor
-    """[chunks, heads] whether decays and gates are such that one product does, for a decay per channel, else empty."""
-    sums: Tensor
-    """[batch, time, heads, key] for a decay per channel, else empty: the running sums of a chunk's log-decays, or, of a mild chunk, what
+    mild: Tensor | None
+    """[chunks, heads] whether decays and gates are such that one product does, for a decay per channel."""
+    sums: Tensor | None
+    """[batch, time, heads, key] for a decay per channel: the running sums of a chunk's log-decays, or, of a mild chunk, what
     its tokens read through, which only the backward pass has."""
 
 
@@ -250,31 +252,28 @@ def prepare(
     backward: bool = False,
 ) -> Prepared:  # fmt: skip
     """For the forward pass, or for the backward pass, which has the scores transposed."""
-    (batch, time, heads, key), channel = q.shape, decay_kind(log_decay) == "channel"
-    per_chunk = (layout.chunks, heads)
-    made = Prepared(
-        reading=torch.empty_like(q),
-        writing=torch.empty_like(k),
-        scores=q.new_empty(batch, time, heads, layout.chunk),
-        whole=q.new_empty((*per_chunk, key) if channel else per_chunk, dtype=torch.float32),
-        mild=q.new_empty(per_chunk if channel else (0,), dtype=torch.int32),
-        sums=q.new_empty(q.shape if channel else (0,), dtype=torch.float64 if q.dtype == torch.float32 else torch.float32),
-    )
-    gates = {"READ": read_gate is not None, "WRITE": write_gate is not None}
-    options = shape_arguments(q, layout) | gates | {"BACKWARD": backward}
+    (batch, time, heads, key), kind = q.shape, decay_kind(log_decay)
+    channel, per_chunk = kind == "channel", (layout.chunks, heads)
+    reading, writing, scores = torch.empty_like(q), torch.empty_like(k), q.new_empty((batch, time, heads, layout.chunk))
+    whole = q.new_empty((*per_chunk, key) if channel else per_chunk, dtype=torch.float32)
+    options = shape_arguments(q, layout) | {"READ": read_gate is not None, "WRITE": write_gate is not None, "BACKWARD": backward}
     if not channel:
-        prepare_kernel[per_chunk](
-            q, k, log_decay, read_gate, write_gate, made.reading, made.writing, made.scores, made.whole, layout.table, scale,
-            DECAY=decay_kind(log_decay), **options, **tile_arguments("prepare", q, key),
+        launch(
+            prepare_kernel, per_chunk,
+            (q, k, log_decay, read_gate, write_gate, reading, writing, scores, whole, layout.table, scale, layout.length),
+            {**options, "DECAY": kind, **tile_arguments("prepare", q, key)},
         )  # fmt: skip
-        return made
+        return Prepared(reading, writing, scores, whole, None, None)
+    mild = q.new_empty(per_chunk, dtype=torch.int32)
+    sums = torch.empty_like(q, dtype=torch.float64 if q.dtype == torch.float32 else torch.float32)
     for exact in (False, True):  # float32 numbers need as much room as the exact form does
         tiles = tile_arguments("prepare_exact" if exact or q.dtype == torch.float32 else "prepare_channel", q, key)
-        prepare_channel_kernel[per_chunk](
-            q, k, log_decay, read_gate, write_gate, made.sums, made.reading, made.writing, made.scores, made.whole, made.mild, layout.table,
-            scale, EXACT=exact, **options, **tiles,
+        launch(
+            prepare_channel_kernel, per_chunk,
+            (q, k, log_decay, read_gate, write_gate, sums, reading, writing, scores, whole, mild, layout.table, scale, layout.length),
+            {**options, "EXACT": exact, **tiles},
         )  # fmt: skip
-    return made
+    return Prepared(reading, writing, scores, whole, mild, sums)
 
 
 def query_key_gradients(
@@ -282,25 +281,26 @@ def query_key_gradients(
     scale: float, prepared: Prepared, states: Tensor, d_states: Tensor, layout: Layout, decay_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """d_q, d_k, the gradient of log_decay, empty if it has none, and those of the gates there are [gates, B, T, H]."""
-    d_q, d_k, kind = torch.empty_like(q), torch.empty_like(k), decay_kind(log_decay)
-    gates = {"READ": read_gate is not None, "WRITE": write_gate is not None}
-    d_gates = q.new_empty(sum(gates.values()), *q.shape[:3], dtype=torch.float32)
-    d_decay = q.new_empty(q.shape[:3] if decay_gradient else (0,), dtype=torch.float32)
+    (batch, time, heads, key), value, kind = q.shape, v.shape[3], decay_kind(log_decay)
+    read, write = read_gate is not None, write_gate is not None
+    d_q, d_k = torch.empty_like(q), torch.empty_like(k)
+    d_gates = q.new_empty((read + write, batch, time, heads), dtype=torch.float32)
     if log_decay is not None and decay_gradient and kind == "channel":
         d_decay = torch.empty_like(log_decay)
-    tiles = tile_arguments("query_key_gradients" + "_channel" * (kind == "channel"), q, q.shape[3], v.shape[3])
+    else:
+        d_decay = q.new_empty((batch, time, heads) if decay_gradient else (0,), dtype=torch.float32)
+    args = (
+        q, k, v, d_o, log_decay, prepared.sums, read_gate, write_gate, prepared.reading, prepared.writing, states, d_states,
+        prepared.whole, prepared.mild, d_q, d_k, d_gates[:1], d_gates[-1:], d_decay, layout.table, scale, layout.length,
+    )  # fmt: skip
+    options = {**shape_arguments(q, layout), "V": value, "DECAY": kind, "READ": read, "WRITE": write, "DECAY_GRADIENT": decay_gradient}
+    options |= tile_arguments("query_key_gradients_channel" if kind == "channel" else "query_key_gradients", q, key, value)
     for exact in (False, True) if kind == "channel" else (False,):
-        query_key_gradients_kernel[(layout.chunks * q.shape[2],)](
-            q, k, v, d_o, log_decay, prepared.sums, read_gate, write_gate, prepared.reading, prepared.writing, states, d_states,
-            prepared.whole, prepared.mild, d_q, d_k, d_gates[:1], d_gates[-1:], d_decay, layout.table, scale, V=v.shape[3], DECAY=kind,
-            DECAY_GRADIENT=decay_gradient, EXACT=exact, **shape_arguments(q, layout), **gates, **tiles,
-        )  # fmt: skip
+        launch(query_key_gradients_kernel, (layout.chunks * heads,), args, options | {"EXACT": exact})
     return d_q, d_k, d_decay.sum((0, 1)) if decay_gradient and kind == "head" else d_decay, d_gates
 
 
-@torch.library.custom_op("headmax::decayed_attention", mutates_args=())
-@on_its_device
-def _forward(
+def forward(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, read_gate: Tensor | None, write_gate: Tensor | None,
     scale: float, initial: Tensor | None, table: Tensor | None, starts: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
@@ -311,16 +311,13 @@ def _forward(
     return scanned.result, scanned.final, scanned.begins
 
 
-@_forward.register_fake
-def _(q, k, v, log_decay, read_gate, write_gate, scale, initial, table, starts):
+def fake_forward(q, k, v, log_decay, read_gate, write_gate, scale, initial, table, starts):
     layout = Layout(q.shape[0], q.shape[1], table, starts, chunk_tokens(q, log_decay))
     final, begins = (q.new_empty(shape, dtype=torch.float32) for shape in (layout.states(q, v), begins_shape(q, v, layout)))
     return torch.empty_like(v), final, begins
 
 
-@torch.library.custom_op("headmax::decayed_attention_backward", mutates_args=())
-@on_its_device
-def _backward(
+def backward(
     d_o: Tensor, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, read_gate: Tensor | None,
     write_gate: Tensor | None, scale: float, initial: Tensor | None, table: Tensor | None, starts: Tensor | None, begins: Tensor,
     decay_gradient: bool,
@@ -339,8 +336,7 @@ def _backward(
     return [d_q, d_k, back.result, d_decay, d_gates, back.final]
 
 
-@_backward.register_fake
-def _(d_o, d_final, q, k, v, log_decay, read_gate, write_gate, scale, initial, table, starts, begins, decay_gradient):
+def fake_backward(d_o, d_final, q, k, v, log_decay, read_gate, write_gate, scale, initial, table, starts, begins, decay_gradient):
     d_gates = q.new_empty((read_gate is not None) + (write_gate is not None), *q.shape[:3], dtype=torch.float32)
     d_decay = q.new_empty(0, dtype=torch.float32)
     if decay_gradient:
@@ -349,40 +345,45 @@ def _(d_o, d_final, q, k, v, log_decay, read_gate, write_gate, scale, initial, t
     return [torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), d_decay, d_gates, d_initial]
 
 
-def _save(ctx, inputs, output) -> None:
-    q, k, v, log_decay, read_gate, write_gate, scale, initial, table, starts = inputs
-    ctx.mark_non_differentiable(output[2])
-    ctx.set_materialize_grads(False)  # or zeros would be made for what is kept
-    ctx.save_for_backward(q, k, v, log_decay, read_gate, write_gate, initial, table, starts, output[2])
-    ctx.scale = scale
+_forward = define_op("decayed_attention", forward, fake_forward)
+_backward = define_op("decayed_attention_backward", backward, fake_backward)
 
 
-def _gradient(ctx, d_o, d_final, _):
-    q, k, v, log_decay, read_gate, write_gate, initial, table, starts, begins = ctx.saved_tensors
-    decay_gradient = log_decay is not None and ctx.needs_input_grad[3]
-    d_o = torch.zeros_like(v) if d_o is None else d_o
-    d_q, d_k, d_v, d_decay, d_gates, d_initial = _backward(
-        d_o, d_final, q, k, v, log_decay, read_gate, write_gate, ctx.scale, initial, table, starts, begins, decay_gradient
-    )
-    gates = iter(d_gates)
-    rows = [None if x is None else next(gates).to(x.dtype) for x in (read_gate, write_gate)]
-    d_decay = d_decay.to(log_decay.dtype) if decay_gradient else None
-    return d_q, d_k, d_v, d_decay, *rows, None, None if initial is None else d_initial.to(initial.dtype), None, None
+class DecayedAttention(torch.autograd.Function):
+    """o, and the final state if `return_state`. Saves its inputs and what segments begin with."""
 
+    @staticmethod
+    def forward(ctx, q, k, v, log_decay, read_gate, write_gate, scale, initial, table, starts, return_state):
+        o, final, begins = _forward(q, k, v, log_decay, read_gate, write_gate, scale, initial, table, starts)
+        ctx.save_for_backward(q, k, v, log_decay, read_gate, write_gate, initial, table, starts, begins)
+        ctx.scale = scale
+        return (o, final) if return_state else o
 
-_forward.register_autograd(_gradient, setup_context=_save)
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_o, d_final=None):
+        q, k, v, log_decay, read_gate, write_gate, initial, table, starts, begins = ctx.saved_tensors
+        decay_gradient = log_decay is not None and ctx.needs_input_grad[3]
+        d_q, d_k, d_v, d_decay, d_gates, d_initial = _backward(
+            d_o, d_final, q, k, v, log_decay, read_gate, write_gate, ctx.scale, initial, table, starts, begins, decay_gradient
+        )
+        d_read = None if read_gate is None else d_gates[0].to(read_gate.dtype)
+        d_write = None if write_gate is None else d_gates[-1].to(write_gate.dtype)
+        d_decay = d_decay.to(log_decay.dtype) if decay_gradient else None
+        d_initial = None if initial is None else d_initial.to(initial.dtype)
+        return d_q, d_k, d_v, d_decay, d_read, d_write, None, d_initial, None, None, None
 
 
 def decayed_attention(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, read_gate: Tensor | None, write_gate: Tensor | None,
-    scale: float, initial_state: Tensor | None, packing: Packing | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    scale: float, initial_state: Tensor | None, packing: Packing | None, return_state: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Linear attention with log_decay None, [H], [B,T,H] or [B,T,H,K]."""
-    check_kernel_limits(q, v)
     if q.dtype == torch.float16 and decay_kind(log_decay) == "channel":  # a chunk's decays do not fit float16's range
-        o, state = decayed_attention(q.float(), k.float(), v.float(), log_decay, read_gate, write_gate, scale, initial_state, packing)
+        wide = q.float(), k.float(), v.float()
+        o, state = decayed_attention(*wide, log_decay, read_gate, write_gate, scale, initial_state, packing, return_state)
         return o.half(), state
-    tensors = [None if x is None else x.contiguous() for x in (q, k, v, log_decay, read_gate, write_gate)]
+    *given, initial = contiguous(q, k, v, log_decay, read_gate, write_gate, initial_state)
     table, starts = (None, None) if packing is None else packing.chunks(chunk_tokens(q, log_decay))
-    o, state, _ = _forward(*tensors, scale, None if initial_state is None else initial_state.contiguous(), table, starts)
-    return o, state
+    result = DecayedAttention.apply(*given, scale, initial, table, starts, return_state)
+    return result if return_state else (result, None)

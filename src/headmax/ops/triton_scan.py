@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headmax.ops.launch import launch
 from headmax.ops.triton_common import (
     Layout,
     channel_block,
@@ -27,7 +28,7 @@ from headmax.ops.triton_common import (
     state_tile,
     tile,
 )
-from headmax.ops.triton_tiles import processors, reads_in_scan, tile_arguments
+from headmax.ops.triton_tiles import cdiv, processors, reads_in_scan, tile_arguments
 
 
 @triton.jit
@@ -188,14 +189,15 @@ def combine_kernel(
 
 
 def shape_arguments(q: Tensor, layout: Layout) -> dict[str, Any]:
-    """What all kernels are specialised to. Packed chunks say where they lie: a length would be one more reason to compile."""
-    names = {"T": 0 if layout.packed else q.shape[1], "H": q.shape[2], "K": q.shape[3], "C": layout.chunk}
-    return names | {"PACKED": layout.packed, "PRECISION": dot_precision(q.dtype)}
+    """What all kernels are specialised to."""
+    _, _, heads, key = q.shape
+    return {"H": heads, "K": key, "C": layout.chunk, "PACKED": layout.packed, "PRECISION": dot_precision(q.dtype)}
 
 
 def state_blocks(tiles: dict[str, int], keys: Tensor, values: Tensor) -> int:
     """Into how many blocks these tiles cut the states of one sequence."""
-    return values.shape[2] * triton.cdiv(keys.shape[3], tiles["BK"]) * triton.cdiv(values.shape[3], tiles["BV"])
+    _, _, heads, value = values.shape
+    return heads * cdiv(keys.shape[3], tiles["BK"]) * cdiv(value, tiles["BV"])
 
 
 def spread(kernel: str, keys: Tensor, values: Tensor, layout: Layout, narrowest: int = 64) -> tuple[dict[str, int], int]:
@@ -211,14 +213,15 @@ def spread(kernel: str, keys: Tensor, values: Tensor, layout: Layout, narrowest:
     return tiles, layout.segments(blocks, there)
 
 
-def begins_shape(keys: Tensor, values: Tensor, layout: Layout) -> tuple[int, ...]:
+def begins_shape(keys: Tensor, values: Tensor, layout: Layout, segments: int | None = None) -> tuple[int, ...]:
     """What each segment of each sequence begins with, [sequences * segments, H, K, V]; empty where sequences stay whole."""
-    _, segments = spread("read_scan" if reads_in_scan(keys) else "scan", keys, values, layout)
+    if segments is None:
+        _, segments = spread("read_scan" if reads_in_scan(keys) else "scan", keys, values, layout)
     return (layout.sequences * segments, values.shape[2], keys.shape[3], values.shape[3]) if segments > 1 else (0,)
 
 
 class Scanned(NamedTuple):
-    """What a scan gives; what was not asked for is empty."""
+    """What a scan gives; states and result are None where they were not asked for."""
 
     states: Tensor
     """2^half times the state each chunk begins with (ends with, if reversed) [chunks, H, K, V], in the values' dtype."""
@@ -230,7 +233,7 @@ class Scanned(NamedTuple):
 
 
 def scan(
-    keys: Tensor, values: Tensor, whole: Tensor, mild: Tensor, initial: Tensor | None, layout: Layout, *, reverse: bool = False,
+    keys: Tensor, values: Tensor, whole: Tensor, mild: Tensor | None, initial: Tensor | None, layout: Layout, *, reverse: bool = False,
     begins: Tensor | None = None, store: bool = True, readers: Tensor | None = None, scores: Tensor | None = None,
 ) -> Scanned:  # fmt: skip
     """Stores all states, or reads out with `readers` and `scores`, or both.
@@ -238,51 +241,52 @@ def scan(
     Sequences too few to keep the GPU busy are cut into segments, which run at the same time: once from nothing, to know what each ends
     with, and again from what the segments before it hand on, `begins`.
     """
-    heads, key, value, runs, read = values.shape[2], keys.shape[3], values.shape[3], layout.sequences, readers is not None
-    known, final = begins is not None, values.new_empty(runs, heads, key, value, dtype=torch.float32)
+    (_, _, heads, value), key, runs, read = values.shape, keys.shape[3], layout.sequences, readers is not None
+    known, final = begins is not None, values.new_empty((runs, heads, key, value), dtype=torch.float32)
+    tiles, segments = spread("read_scan" if read else "scan", keys, values, layout)
     if begins is None:
-        begins = final.new_empty(begins_shape(keys, values, layout))
-    made = Scanned(
-        states=values.new_empty(layout.chunks if store else 0, heads, key, value),
-        result=torch.empty_like(values) if read else values.new_empty(0),
-        final=final,
-        begins=begins,
-    )
-    segments, shape = len(begins) // runs or 1, shape_arguments(keys, layout) | {"V": value, "CHANNEL": whole.ndim == 3, "REVERSE": reverse}
+        begins = final.new_empty(begins_shape(keys, values, layout, segments))
+    segments = len(begins) // runs or 1
+    states = values.new_empty((layout.chunks, heads, key, value)) if store else None
+    result = torch.empty_like(values) if read else None
+    shape = shape_arguments(keys, layout) | {"V": value, "CHANNEL": whole.ndim == 3, "REVERSE": reverse}
 
-    def launch(kernel: str, begin: Tensor | None, end: Tensor, decays: Tensor, store: bool, read: bool, last: bool) -> None:
-        tiles, _ = spread(kernel, keys, values, layout)
-        scan_kernel[(runs * segments * state_blocks(tiles, keys, values),)](
-            keys, values, readers, scores, whole, mild, begin, made.states, made.result, end, decays, layout.table, layout.starts, segments,
-            **shape, **tiles, HAS_INITIAL=begin is not None, STORE=store, READ=read, LAST=last,
+    def run(begin: Tensor | None, end: Tensor, decays: Tensor, tiles: dict[str, int], *, store: bool, read: bool, last: bool) -> None:
+        launch(
+            scan_kernel, (runs * segments * state_blocks(tiles, keys, values),),
+            (keys, values, readers, scores, whole, mild, begin, states, result, end, decays, layout.table, layout.starts, segments,
+             layout.length),
+            {**shape, **tiles, "HAS_INITIAL": begin is not None, "STORE": store, "READ": read, "LAST": last},
         )  # fmt: skip
 
     if segments > 1 and not known:
         decays = final.new_empty(runs * segments, heads, *whole.shape[2:])
-        launch("scan", None, begins, decays, store=False, read=False, last=True)
+        run(None, begins, decays, spread("scan", keys, values, layout)[0], store=False, read=False, last=True)
         few = {name: shape[name] for name in ("H", "K", "V", "CHANNEL", "REVERSE")} | {"BK": 16, "BV": 64}
-        carry_kernel[(runs * heads * triton.cdiv(key, 16) * triton.cdiv(value, 64),)](
-            begins, decays, initial, final, segments, **few, HAS_INITIAL=initial is not None
-        )
+        launch(
+            carry_kernel, (runs * heads * cdiv(key, 16) * cdiv(value, 64),), (begins, decays, initial, final, segments),
+            few | {"HAS_INITIAL": initial is not None},
+        )  # fmt: skip
     uncut = segments == 1
-    launch("read_scan" if read else "scan", initial if uncut else begins, final, final, store=store, read=read, last=uncut)
-    return made
+    run(initial if uncut else begins, final, final, tiles, store=store, read=read, last=uncut)
+    return Scanned(states, result, final, begins)  # type: ignore[arg-type]
 
 
 def combine(readers: Tensor, scores: Tensor, values: Tensor, states: Tensor | None, layout: Layout) -> Tensor:
     """scores values + readers states for every chunk."""
-    result, tiles = torch.empty_like(values), tile_arguments("combine", readers, readers.shape[3], values.shape[3])
-    tiles["BK"] = min(tiles["BK"], layout.chunk)
-    combine_kernel[(triton.cdiv(values.shape[3], tiles["BV"]) * layout.chunks * values.shape[2],)](
-        readers, scores, values, values if states is None else states, result, layout.table, V=values.shape[3], STATES=states is not None,
-        **shape_arguments(readers, layout), **tiles,
+    (_, _, heads, value), result = values.shape, torch.empty_like(values)
+    tiles = tile_arguments("combine", readers, readers.shape[3], value)
+    launch(
+        combine_kernel, (cdiv(value, tiles["BV"]) * layout.chunks * heads,),
+        (readers, scores, values, values if states is None else states, result, layout.table, layout.length),
+        {**shape_arguments(readers, layout), "V": value, "STATES": states is not None, **tiles, "BK": min(tiles["BK"], layout.chunk)},
     )  # fmt: skip
     return result
 
 
 def scan_and_read(
-    keys: Tensor, readers: Tensor, scores: Tensor, values: Tensor, whole: Tensor, mild: Tensor, initial: Tensor | None, layout: Layout,
-    reverse: bool = False,
+    keys: Tensor, readers: Tensor, scores: Tensor, values: Tensor, whole: Tensor, mild: Tensor | None, initial: Tensor | None,
+    layout: Layout, reverse: bool = False,
 ) -> Scanned:  # fmt: skip
     """A scan and what is read out of it, in one kernel where states are small enough. States are stored if `reverse`, else where needed."""
     given = keys, values, whole, mild, initial, layout

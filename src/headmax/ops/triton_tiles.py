@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import json
+from operator import index
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from headmax.ops.packing import CHUNK, LONG_CHUNK
@@ -31,8 +31,14 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
+@torch.compiler.assume_constant_result
 def shared_memory(device: torch.device) -> int:
     """KiB a block may have."""
+    return _shared_memory(device)
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin // 1024  # type: ignore[attr-defined]
 
 
@@ -41,16 +47,39 @@ def entry_for(device: torch.device) -> str:
     return str(max(size for size in map(int, TABLE) if device.type != "cuda" or size <= shared_memory(device)))
 
 
+def cdiv(x: int, y: int) -> int:
+    """x / y, rounded up. Triton's own is for kernels: on the host it takes microseconds."""
+    return -(-x // y)
+
+
+def power_of_2(x: int) -> int:
+    """The least power of two that is not less than x."""
+    return 1 << (x - 1).bit_length()
+
+
+# What follows is looked up once for each kind of call: `operator.index` makes a number of a width that a compiler traces as a symbol.
+
+
 def chunk_length(x: Tensor, key: int) -> int:
     """Tokens of a chunk for heads of this width: LONG_CHUNK where tiles of it fit and the state is large."""
-    wide = x.element_size() < 4 and width_class(key) == "wide"
-    return LONG_CHUNK if wide and TABLE[entry_for(x.device)]["long chunks"] else CHUNK
+    if x.element_size() == 4 or width_class(key) == "narrow":
+        return CHUNK
+    return LONG_CHUNK if has_long_chunks(x.device) else CHUNK
+
+
+@torch.compiler.assume_constant_result
+def has_long_chunks(device: torch.device) -> bool:
+    return _has_long_chunks(device)
+
+
+@functools.cache
+def _has_long_chunks(device: torch.device) -> bool:
+    return TABLE[entry_for(device)]["long chunks"]
 
 
 def reads_in_scan(x: Tensor, kernel: str = "read_scan") -> bool:
     """Whether a scan of heads as wide as x [..., K] reads out as it goes: it holds all of a state's key channels, if there is room."""
-    tiles = TABLE[entry_for(x.device)]["kernels"][kernel][width_class(x.shape[-1])]
-    return tiles is not None and x.element_size() < 4
+    return x.element_size() < 4 and _tiles_for(kernel, width_class(x.shape[-1]), x.device) is not None
 
 
 def tile_width(width: int, most: int) -> int:
@@ -58,12 +87,33 @@ def tile_width(width: int, most: int) -> int:
 
     Scans of the delta rule halve their value channels to 32 where blocks are few: their results are the same to the bit.
     """
-    return min(most, max(64, triton.next_power_of_2(width)))
+    return min(most, max(64, power_of_2(width)))
+
+
+@functools.cache
+def _tiles_for(kernel: str, width: str, device: torch.device) -> Tiles | None:
+    return TABLE[entry_for(device)]["kernels"][kernel][width]
+
+
+@functools.cache
+def _tile_arguments(kernel: str, key: int, value: int | None, short: bool, device: torch.device) -> dict[str, int]:
+    tiles = _tiles_for(kernel, width_class(key), device)
+    assert tiles is not None
+    k, v, warps, stages, registers = tiles
+    widths = {"BK": tile_width(key, k)} | ({} if value is None else {"BV": tile_width(value, v)})
+    limits = {"maxnreg": registers} if registers and device.type == "cuda" and short else {}
+    return widths | {"num_warps": warps, "num_stages": stages if short else 1} | limits
 
 
 def tile_arguments(kernel: str, x: Tensor, key: int, value: int | None = None) -> dict[str, int]:
-    """The compile-time arguments of `kernel` for heads of these widths; float32 tiles are twice as large, so those get one stage."""
-    k, v, warps, stages, registers = TABLE[entry_for(x.device)]["kernels"][kernel][width_class(key)]
-    widths = {"BK": tile_width(key, k)} | ({} if value is None else {"BV": tile_width(value, v)})
-    limits = {"maxnreg": registers} if registers and x.device.type == "cuda" and x.element_size() < 4 else {}
-    return widths | {"num_warps": warps, "num_stages": stages if x.element_size() < 4 else 1} | limits
+    """The compile-time arguments of `kernel` for heads of these widths; float32 tiles are twice as large, so those get one stage.
+
+    The dictionary is shared: whoever changes it takes a copy.
+    """
+    return _tile_arguments(kernel, index(key), None if value is None else index(value), x.element_size() < 4, x.device)
+
+
+def forget() -> None:
+    """For who changes TABLE: what was looked up in it is looked up again."""
+    for function in (_has_long_chunks, _tiles_for, _tile_arguments):
+        function.cache_clear()

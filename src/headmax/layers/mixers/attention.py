@@ -58,6 +58,7 @@ class Attention(nn.Module):
         positions: Tensor | Rotary | None = None,
         packing: Packing | None = None,
         mask: Tensor | None = None,
+        fused: bool = False,
     ) -> MixerOutput:
         """x [B,T,E] → MixerOutput. `mask` is 0 at padded keys, [B, seen + T], or a finished [B or 1, 1, T, seen + T]."""
         if packing is not None and (return_state or state is not None):
@@ -75,6 +76,9 @@ class Attention(nn.Module):
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and not past)
         hidden = self.o_proj(o.transpose(1, 2).flatten(2))
         return MixerOutput(hidden, AttentionState(k, v) if return_state else None, None)
+
+    def fusible(self) -> bool:
+        return False
 
     def heads(self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
         """The projections [B,T,H*D] by head, q and k turned: [B,H,T,D]."""

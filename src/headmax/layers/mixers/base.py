@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
+from headmax.layers.fusion import intact
 from headmax.layers.head_gate import HeadGate, HeadGateConfig
 from headmax.layers.initialized import Initialized
 from headmax.layers.norm import OutputNorm, OutputNormKind, RMSNorm, read_out, times_gates
-from headmax.layers.projection import as_multiplied, bare, joins, joint_product, project
-from headmax.layers.rotary import Rotary, RotarySettings, turned
+from headmax.layers.padding import Padding
+from headmax.layers.projection import as_multiplied, joint_product
+from headmax.layers.rotary import Rotary, RotarySettings
 from headmax.layers.short_conv import ShortConvolution
 from headmax.ops.packing import Packing
-from headmax.ops.recompute import recomputed
 
 
 class RecurrentState(NamedTuple):
@@ -24,6 +26,8 @@ class RecurrentState(NamedTuple):
     """[sequences, heads, key, value]"""
     conv: tuple[Tensor, ...]
     """The last inputs of the short convolutions on q, k and v, [sequences, width - 1, channels]; empty without them."""
+    tokens: Tensor | None = None
+    """[sequences] how many tokens it holds, where a mixer that was given no positions counts them."""
 
 
 class StepTerms(NamedTuple):
@@ -52,17 +56,38 @@ class MixerOutput(NamedTuple):
 class Projected(NamedTuple):
     """What a mixer makes of the hidden state before its recurrence."""
 
-    heads: tuple[Tensor, ...]
-    """q, k [B,T,H,K] and v [B,T,HV,V]."""
+    q: Tensor
+    """[B,T,H,K]"""
+    k: Tensor
+    """[B,T,H,K]"""
+    v: Tensor
+    """[B,T,HV,V]"""
+    side: tuple[Tensor, ...]
+    """What decays and strengths are made from, as the mixer's `side` names them."""
+    swish: Tensor | None
+    """The gate of the output, [B,T,HV*V], if there is one."""
+    read: Tensor | None
+    """The head gates [B,T,HV]: what a token reads from each head,"""
+    write: Tensor | None
+    """and what it writes to each."""
     conv: tuple[Tensor, ...]
     """The convolutions' new states."""
-    side: list[Tensor]
-    swish: Tensor | None
-    """The gate of the output, if there is one, [B,T,HV*V]."""
+    tokens: Tensor | None = None
+    """As in RecurrentState."""
+    unit_length: bool = False
+    """As in Convolved."""
+
+
+class Convolved(NamedTuple):
+    """What the short convolutions give."""
+
+    qkv: list[Tensor]
+    conv: tuple[Tensor, ...]
+    """Their new states, if asked for."""
     scores: Tensor | None
-    """Those of the head gates side by side, if they came out of a product or of the convolutions."""
-    ready: bool = False
-    """Whether q and k are turned by their positions, or scaled, as the recurrence takes them."""
+    """The head gates' scores [B,T,gates * HV], where a fused convolution makes them."""
+    unit_length: bool = False
+    """Whether each head of q and k has unit length."""
 
 
 def head_width(name: str, width: int | None, total: int, num_heads: int) -> int:
@@ -81,13 +106,11 @@ def head_width(name: str, width: int | None, total: int, num_heads: int) -> int:
 class RecurrentMixer(Initialized):
     """Softmax-X of the paper: o = X(read_gate * q, write_gate * k, v), then norm, swish gate and output projection.
 
-    A subclass says what X is (`recur`); the delta rule has the write gate on v. With `head_gate=None` it is the plain backbone.
+    A subclass says what X is (`recurrence`); the delta rule has the write gate on v. With `head_gate=None` it is the plain backbone.
     """
 
     rotary: RotarySettings | None = None
-    """What a subclass with rotary positions turns q and k by."""
-    turns_projections = False
-    """Whether it turns them as the projections give them."""
+    """How a subclass rotates q and k by their positions."""
     side: tuple[str, ...] = ()
     """Names of further projections that a subclass's recurrence takes."""
 
@@ -135,19 +158,15 @@ class RecurrentMixer(Initialized):
         )
         self.read_after_norm = config.read_position == "after_norm"
 
-    def turn(
-        self, q: Tensor, k: Tensor, positions: Tensor | Rotary | None, state: RecurrentState | None, packing: Packing | None
-    ) -> tuple[Tensor, Tensor]:
-        """Queries and keys [B,T,H,K] by their positions, where a subclass has such."""
-        return q, k
-
-    def recur(self, q: Tensor, k: Tensor, v: Tensor, side: Sequence[Tensor], ready: bool, **options: Any) -> tuple[Tensor, Tensor | None]:
-        """The recurrence on q, k [B,T,H,K], v [B,T,HV,V] and the `side` projections; `options` are gates, state, packing and backend."""
-        raise TypeError(f"{type(self).__name__} does not define a recurrence")
-
-    def step_terms(self) -> StepTerms:
-        """For the kernel that decodes one token."""
-        raise TypeError(f"{type(self).__name__} does not say how one token is decoded")
+    def fusible(self) -> bool:
+        """Whether its parts are as they were built, so that fused ops may take their weights."""
+        norm = self.output_norm
+        return (
+            intact(self.q_proj, self.k_proj, self.o_proj, *(getattr(self, name) for name in self.side))
+            and intact(*(self.convs or ()), kind=ShortConvolution)
+            and intact(norm, kind=OutputNorm)
+            and (norm.kind == "none" or intact(norm.norm, kind=RMSNorm))
+        )
 
     def forward(
         self,
@@ -157,74 +176,97 @@ class RecurrentMixer(Initialized):
         return_state: bool = False,
         positions: Tensor | Rotary | None = None,
         packing: Packing | None = None,
-        mask: Tensor | None = None,
+        mask: Tensor | Padding | None = None,
+        fused: bool = False,
     ) -> MixerOutput:
-        """x [B,T,E] → MixerOutput. `mask` [B,T] is 0 where a token is padding: on the left, where it leaves no trace in the state.
-
-        On the right it changes no output before it, but the state then decays through it and must not be continued.
-        """
-        if mask is not None:
-            x = x.masked_fill(~mask.bool().unsqueeze(-1), 0.0)
-        (q, k, v), conv, side, swish, scores, ready = self.project(x, state, packing, return_state, positions)
-        read, write = (None, None) if self.head_gate is None else self.head_gate(q, k, x, scores, self.backend)
-        if not ready:
-            q, k = self.turn(q, k, positions, state, packing)
-        o, recurrent = self.recur(
-            *(q, k, v),
-            side,
-            ready,
-            read_gate=None if self.read_after_norm else read,
-            write_gate=write,
+        """x [B,T,E] → MixerOutput. Where `mask` [B,T] is 0 there is no token, and nothing happens to the state."""
+        padding = Padding.of(mask) if isinstance(mask, Tensor) else mask
+        if padding is not None and padding.empty:
+            return MixerOutput(torch.zeros_like(x), state, None)
+        if padding is not None:
+            x, packing = padding.remove(x), padding.packing
+        p = self.project(x, state=state, return_state=return_state, positions=positions, packing=packing, fused=fused)
+        o, recurrent = self.recurrence(
+            p,
+            read_gate=None if self.read_after_norm else p.read,
+            write_gate=p.write,
             initial_state=None if state is None else state.recurrent,
             return_state=return_state,
             cu_seqlens=packing,
             backend="reference" if self.backend == "auto" and x.shape[1] == 1 else self.backend,  # one token is no chunk
         )
-        mixed = self.finish(o, swish, read if self.read_after_norm else None)
-        new_state = RecurrentState(recurrent, conv) if recurrent is not None else None
-        return MixerOutput(mixed, new_state, (read, write))
-
-    def finish(self, o: Tensor, swish: Tensor | None, read: Tensor | None) -> Tensor:
-        """The read-out [B,T,H,V] normalised, times a read gate that comes after the norm and the swish gate, and projected."""
-        whole = bare(self.output_norm, OutputNorm) and self.output_norm.kind == "head" and bare(self.output_norm.norm, RMSNorm)
-        if whole and joins(self.o_proj):
-            norm = self.output_norm.norm
-            return read_out(o, swish, read, norm.weight, as_multiplied(self.o_proj.weight, o), norm.eps, self.backend)
-        return self.o_proj(recomputed(lambda o, *gates: times_gates(self.output_norm(o), *gates), o, swish, read))
+        hidden = self.read_out(o, p.swish, p.read if self.read_after_norm else None, fused)
+        read, write = p.read, p.write
+        if padding is not None:
+            hidden = padding.restore(hidden)
+            read, write = (gate if gate is None else padding.restore(gate) for gate in (read, write))
+        new_state = RecurrentState(recurrent, p.conv, p.tokens) if recurrent is not None else None
+        return MixerOutput(hidden, new_state, (read, write))
 
     def project(
-        self, x: Tensor, state: RecurrentState | None, packing: Packing | None, return_state: bool, positions: Tensor | Rotary | None
+        self,
+        x: Tensor,
+        *,
+        state: RecurrentState | None,
+        return_state: bool,
+        positions: Tensor | Rotary | None,
+        packing: Packing | None,
+        fused: bool,
     ) -> Projected:
-        """All that is a product of x, q, k and v after the short convolution if there is one.
+        """q, k and v after the short convolution if there is one, the head gates made from them, and all else that is a product of x.
 
-        In a training graph the gates' scores, and what else is small, come out of one product with q (see `project`). Not so v and the
-        swish gate, which are larger: what goes to kernels, or comes from them in the backward pass, has to be copied out of the product, or
-        into its gradient. Queries and keys that are turned first are both in it, and their kernel does the copying.
+        Fused, q comes out of one product with what is small, the gates' scores among it. Not so k, v and the swish gate: what goes to
+        kernels has to be copied out of such a product, and gradients into it.
         """
-        rotary = positions if self.turns_projections and isinstance(positions, Rotary) and joins(self.q_proj, self.k_proj) else None
-        modules = [self.q_proj, *([getattr(self, name) for name in self.side] if rotary is None else [self.k_proj])]
-        rows = None
-        if self.head_gate is not None and (self.convs is None or self.head_gate.source != "head") and joins(*modules, self.k_proj):
-            rows = self.head_gate.rows(self.q_proj.weight, self.k_proj.weight)
-        v, swish = self.v_proj(x), None if self.g_proj is None else self.g_proj(x)
-        if rotary is not None:
-            product, sizes = joint_product(x, modules, rows)
-            q, k, rest = turned(product, rotary, self.num_heads, self.head_k_dim, self.backend)
-            heads = q, k, v.unflatten(-1, (-1, self.head_v_dim))
-            return Projected(heads, (), [], swish, None if rows is None else rest[..., : sizes[-1]], True)
-        (q, *side), scores = project(x, modules, rows)
-        qkv, conv, found, ready = self.convolve([q, self.k_proj(x), v], state, packing, return_state)
-        widths = (self.head_k_dim, self.head_k_dim, self.head_v_dim)
-        heads = tuple(y.unflatten(-1, (-1, width)) for y, width in zip(qkv, widths, strict=True))
-        return Projected(heads, conv, side, swish, scores if found is None else found, ready)
+        modules = [self.q_proj, *(getattr(self, name) for name in self.side)]
+        rows = self.score_rows() if fused else None
+        if fused:
+            matrices = [*(module.weight for module in modules), *([] if rows is None else [rows])]
+            sizes = list(map(len, matrices))
+            parts = list(joint_product(x, matrices)[..., : sum(sizes)].split(sizes, dim=-1))
+        else:
+            parts = [module(x) for module in modules]
+        scores = None if rows is None else parts.pop()
+        convolved = self.convolve([parts[0], self.k_proj(x), self.v_proj(x)], state, packing, return_state, fused)
+        q, k, v = convolved.qkv
+        q, k = (y.unflatten(-1, (-1, self.head_k_dim)) for y in (q, k))
+        read, write = self.gates(q, k, x, convolved.scores if scores is None else scores)
+        swish = None if self.g_proj is None else self.g_proj(x)
+        v = v.unflatten(-1, (-1, self.head_v_dim))
+        return Projected(q, k, v, tuple(parts[1:]), swish, read, write, convolved.conv, unit_length=convolved.unit_length)
+
+    def score_rows(self) -> Tensor | None:
+        """The gates' scores as a matrix on the hidden state [gates * HV, E], where they are linear in it."""
+        if self.head_gate is None or (self.convs is not None and self.head_gate.source == "head"):
+            return None
+        return self.head_gate.rows(self.q_proj.weight, self.k_proj.weight)
+
+    def gates(self, q: Tensor, k: Tensor, x: Tensor, scores: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """(read, write) [B,T,HV], from their scores where these are known."""
+        return (None, None) if self.head_gate is None else self.head_gate(q, k, x, scores, self.backend)
 
     def convolve(
-        self, qkv: list[Tensor], state: RecurrentState | None, packing: Packing | None, return_state: bool
-    ) -> tuple[list[Tensor], tuple[Tensor, ...], Tensor | None, bool]:
-        """q, k and v [B,T,...] after the short convolutions, if there are such, and these' states; scores and `ready` as in Projected."""
+        self, qkv: Sequence[Tensor], state: RecurrentState | None, packing: Packing | None, return_state: bool, fused: bool
+    ) -> Convolved:
+        """q, k and v [B,T,...] after the short convolutions, if there are such."""
         if self.convs is None:
-            return qkv, (), None, False
+            return Convolved(list(qkv), (), None)
         before = (None, None, None) if state is None else state.conv
         options = {"packing": packing, "return_state": return_state, "backend": self.backend}
         pairs = [conv(y, past, **options) for conv, y, past in zip(self.convs, qkv, before, strict=True)]
-        return [y for y, _ in pairs], tuple(past for _, past in pairs), None, False
+        return Convolved([y for y, _ in pairs], tuple(past for _, past in pairs), None)
+
+    def recurrence(self, p: Projected, **options: Any) -> tuple[Tensor, Tensor | None]:
+        """The op on p's q [B,T,H,K], k [B,T,H,K], v [B,T,HV,V] and side projections; `options` are gates, state, packing and backend."""
+        raise TypeError(f"{type(self).__name__} does not define a recurrence")
+
+    def read_out(self, o: Tensor, swish: Tensor | None, read: Tensor | None, fused: bool) -> Tensor:
+        """What the heads read, o [B,T,HV,V], normalised, times the swish gate and a read gate that comes after the norm, projected."""
+        if fused and self.output_norm.kind == "head":
+            norm = self.output_norm.norm
+            return read_out(o, swish, read, norm.weight, as_multiplied(self.o_proj.weight, o), norm.eps, self.backend)
+        return self.o_proj(times_gates(self.output_norm(o), swish, read))
+
+    def step_terms(self) -> StepTerms:
+        """For the kernel that decodes one token."""
+        raise TypeError(f"{type(self).__name__} does not say how one token is decoded")

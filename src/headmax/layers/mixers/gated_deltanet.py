@@ -10,14 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headmax.layers.head_gate import HeadGateConfig
-from headmax.layers.mixers.base import RecurrentMixer, RecurrentState, StepTerms, head_width
+from headmax.layers.mixers.base import Convolved, Projected, RecurrentMixer, RecurrentState, StepTerms, head_width
 from headmax.layers.norm import OutputNormKind
-from headmax.layers.projection import bare
-from headmax.layers.short_conv import ShortConvolution, unit_convolution
+from headmax.layers.short_conv import last_inputs, unit_convolution
 from headmax.ops import gated_delta_rule
 from headmax.ops.checks import compute_dtype
 from headmax.ops.packing import Packing
-from headmax.ops.recompute import in_training_graph
 
 
 class GatedDeltaNet(RecurrentMixer):
@@ -68,27 +66,29 @@ class GatedDeltaNet(RecurrentMixer):
         yield self.dt_bias, step + torch.log(-torch.expm1(-step))
 
     def convolve(
-        self, qkv: list[Tensor], state: RecurrentState | None, packing: Packing | None, return_state: bool
-    ) -> tuple[list[Tensor], tuple[Tensor, ...], Tensor | None, bool]:
-        """In a training graph q and k leave their convolutions scaled, and scored for the gates, which are made from them before that."""
-        convs = list(self.convs or ())
-        if state is not None or return_state or not (convs and all(bare(c, ShortConvolution) for c in convs[:2]) and in_training_graph()):
-            return super().convolve(qkv, state, packing, return_state)
+        self, qkv: Sequence[Tensor], state: RecurrentState | None, packing: Packing | None, return_state: bool, fused: bool
+    ) -> Convolved:
+        """Fused, q and k leave their convolutions scaled to unit length, and scored for the gates before that."""
+        if not fused or self.convs is None:
+            return super().convolve(qkv, state, packing, return_state, fused)
         gate = self.head_gate
         scorers = (None, None) if gate is None or gate.source != "head" else (gate.read_weight, gate.write_weight)
-        pairs = [
-            unit_convolution(y, conv.weight, scorer, self.num_heads, packing, self.backend)  # type: ignore[arg-type]
-            for y, conv, scorer in zip(qkv[:2], convs[:2], scorers, strict=True)
-        ]
-        scores = [score for _, score in pairs if score is not None]
-        v, _ = convs[2](qkv[2], packing=packing, backend=self.backend)
-        return [*(y for y, _ in pairs), v], (), torch.cat(scores, dim=-1) if scores else None, True
+        before, options = (None, None, None) if state is None else state.conv, {"packing": packing, "backend": self.backend}
+        (q, read), (k, write) = (
+            unit_convolution(y, conv.weight, scorer, self.num_heads, past, **options)  # type: ignore[arg-type]
+            for y, conv, scorer, past in zip(qkv, self.convs, scorers, before, strict=False)
+        )
+        v, _ = self.convs[2](qkv[2], before[2], **options)
+        scores = [score for score in (read, write) if score is not None]
+        assert self.conv_size is not None
+        conv = tuple(last_inputs(y, self.conv_size, past, packing) for y, past in zip(qkv, before, strict=True))
+        return Convolved([q, k, v], conv if return_state else (), torch.cat(scores, dim=-1) if scores else None, unit_length=True)
 
-    def recur(self, q: Tensor, k: Tensor, v: Tensor, side: Sequence[Tensor], ready: bool, **options: Any) -> tuple[Tensor, Tensor | None]:
-        dtype = compute_dtype(q.dtype)
-        a, b = (y.to(dtype) for y in side)
+    def recurrence(self, p: Projected, **options: Any) -> tuple[Tensor, Tensor | None]:
+        dtype = compute_dtype(p.q.dtype)
+        a, b = (y.to(dtype) for y in p.side)
         log_decay, beta = -self.A_log.to(dtype).exp() * F.softplus(a + self.dt_bias.to(dtype)), b.sigmoid()
-        return gated_delta_rule(q, k, v, log_decay, beta, normalize_qk=not ready, **options)
+        return gated_delta_rule(p.q, p.k, p.v, log_decay, beta, normalize_qk=not p.unit_length, **options)
 
     def step_terms(self) -> StepTerms:
         return StepTerms("delta", "unit_length", (self.a_proj, self.b_proj), self.A_log, self.dt_bias)

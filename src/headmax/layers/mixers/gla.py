@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headmax.layers.feature_map import FeatureMap
 from headmax.layers.feature_map import feature_map as make_feature_map
 from headmax.layers.head_gate import HeadGateConfig
-from headmax.layers.mixers.base import RecurrentMixer, StepTerms, head_width
+from headmax.layers.log_decay import log_sigmoid
+from headmax.layers.mixers.base import Projected, RecurrentMixer, StepTerms, head_width
 from headmax.layers.norm import OutputNormKind
 from headmax.ops import gla
-from headmax.ops.checks import compute_dtype
-from headmax.ops.recompute import recomputed
 
 
 class GatedLinearAttention(RecurrentMixer):
@@ -55,10 +52,10 @@ class GatedLinearAttention(RecurrentMixer):
         self.decay_down_proj = nn.Linear(hidden_size, decay_rank, bias=False)
         self.decay_up_proj = nn.Linear(decay_rank, num_heads * self.head_k_dim, bias=True)
 
-    def recur(self, q: Tensor, k: Tensor, v: Tensor, side: Sequence[Tensor], ready: bool, **options: Any) -> tuple[Tensor, Tensor | None]:
-        decay = self.decay_up_proj(side[0]).unflatten(-1, (self.num_heads, self.head_k_dim))
-        log_decay = recomputed(lambda decay: F.logsigmoid(decay.to(compute_dtype(q.dtype))) / self.decay_normalizer, decay)
-        return gla(self.feature_map(q), self.feature_map(k), v, log_decay, **options)
+    def recurrence(self, p: Projected, **options: Any) -> tuple[Tensor, Tensor | None]:
+        decay = self.decay_up_proj(p.side[0]).unflatten(-1, (self.num_heads, self.head_k_dim))
+        log_decay = log_sigmoid(decay, self.decay_normalizer, self.backend)
+        return gla(self.feature_map(p.q), self.feature_map(p.k), p.v, log_decay, **options)
 
     def step_terms(self) -> StepTerms:
         up = self.decay_up_proj

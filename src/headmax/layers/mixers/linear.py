@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -10,7 +9,7 @@ from torch import Tensor
 from headmax.layers.feature_map import FeatureMap
 from headmax.layers.feature_map import feature_map as make_feature_map
 from headmax.layers.head_gate import HeadGateConfig
-from headmax.layers.mixers.base import RecurrentMixer, StepTerms, head_width
+from headmax.layers.mixers.base import Projected, RecurrentMixer, StepTerms, head_width
 from headmax.layers.norm import OutputNormKind
 from headmax.ops import linear_attention
 
@@ -46,8 +45,8 @@ class LinearAttention(RecurrentMixer):
         )
         self.feature_map, self.feature_name = make_feature_map(feature_map), feature_map
 
-    def recur(self, q: Tensor, k: Tensor, v: Tensor, side: Sequence[Tensor], ready: bool, **options: Any) -> tuple[Tensor, Tensor | None]:
-        return linear_attention(self.feature_map(q), self.feature_map(k), v, **options)
+    def recurrence(self, p: Projected, **options: Any) -> tuple[Tensor, Tensor | None]:
+        return linear_attention(self.feature_map(p.q), self.feature_map(p.k), p.v, **options)
 
     def step_terms(self) -> StepTerms:
         return StepTerms("none", self.feature_name)

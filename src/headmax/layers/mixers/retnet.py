@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,13 +10,25 @@ from torch import Tensor
 from headmax.layers.feature_map import FeatureMap
 from headmax.layers.feature_map import feature_map as make_feature_map
 from headmax.layers.head_gate import HeadGateConfig
-from headmax.layers.mixers.base import RecurrentMixer, RecurrentState, StepTerms, head_width
+from headmax.layers.mixers.base import Projected, RecurrentMixer, RecurrentState, StepTerms, head_width
 from headmax.layers.norm import OutputNormKind
-from headmax.layers.rotary import Rotary, RotarySettings, rotate
+from headmax.layers.projection import joint_product
+from headmax.layers.rotary import Rotary, RotarySettings, rotate, turned
 from headmax.ops import linear_attention
 from headmax.ops.checks import compute_dtype
 from headmax.ops.packing import Packing
-from headmax.ops.recompute import recomputed
+
+
+def count_tokens(x: Tensor, state: RecurrentState | None, packing: Packing | None) -> tuple[Tensor, Tensor]:
+    """The position of each token of x [B,T,E] in its sequence, [B or 1, T], and how many tokens each sequence then has."""
+    positions = (torch.arange(x.shape[1], device=x.device) if packing is None else packing.positions)[None]
+    lengths = torch.full(x.shape[:1], x.shape[1], device=x.device) if packing is None else packing.cu_seqlens.diff()
+    if state is None:
+        return positions, lengths
+    if state.tokens is None:
+        raise ValueError("RetNet: positions must be given with a state that was made with positions, [batch or 1, time]")
+    before = state.tokens[:, None] if packing is None else state.tokens[packing.sequence_ids]
+    return positions + before, state.tokens + lengths
 
 
 class RetNet(RecurrentMixer):
@@ -55,20 +66,27 @@ class RetNet(RecurrentMixer):
             raise ValueError(f"head_k_dim must be even for rotary positions, got {self.head_k_dim}")
         self.feature_map, self.feature_name = make_feature_map(feature_map), feature_map
         self.rotary = RotarySettings(self.head_k_dim, rotary_base)
-        self.turns_projections = feature_map == "identity" and conv_size is None
+        self.rotates_products = feature_map == "identity" and conv_size is None
 
-    def turn(
-        self, q: Tensor, k: Tensor, positions: Tensor | Rotary | None, state: RecurrentState | None, packing: Packing | None
-    ) -> tuple[Tensor, Tensor]:
+    def project(self, x: Tensor, *, positions: Tensor | Rotary | None, fused: bool, **options: Any) -> Projected:
+        """With q and k after feature map and rotation; fused, a kernel rotates them on their way out of one product with the scores."""
+        tokens = None
         if positions is None:
-            if state is not None:
-                raise ValueError("RetNet: positions must be given with a state, [batch or 1, time], counting from the sequence's start")
-            positions = torch.arange(q.shape[1], device=q.device)[None] if packing is None else packing.positions[None]
-        rotary = positions if isinstance(positions, Rotary) else self.rotary.at(positions, q.dtype)
-        return recomputed(lambda *x: tuple(rotate(self.feature_map(y), rotary) for y in x), q, k)
+            positions, tokens = count_tokens(x, options["state"], options["packing"])
+        rotary = positions if isinstance(positions, Rotary) else self.rotary.at(positions, x.dtype)
+        if not (fused and self.rotates_products):
+            p = super().project(x, positions=rotary, fused=fused, **options)
+            return p._replace(q=rotate(self.feature_map(p.q), rotary), k=rotate(self.feature_map(p.k), rotary), tokens=tokens)
+        rows = self.score_rows()
+        product = joint_product(x, [self.q_proj.weight, self.k_proj.weight, *([] if rows is None else [rows])])
+        q, k, rest = turned(product, rotary, self.num_heads, self.head_k_dim, self.backend)
+        read, write = self.gates(q, k, x, None if rows is None else rest[..., : len(rows)])
+        v = self.v_proj(x).unflatten(-1, (-1, self.head_v_dim))
+        swish = None if self.g_proj is None else self.g_proj(x)
+        return Projected(q, k, v, (), swish, read, write, (), tokens)
 
-    def recur(self, q: Tensor, k: Tensor, v: Tensor, side: Sequence[Tensor], ready: bool, **options: Any) -> tuple[Tensor, Tensor | None]:
-        return linear_attention(q, k, v, self.log_decay(q.device, compute_dtype(q.dtype)), **options)
+    def recurrence(self, p: Projected, **options: Any) -> tuple[Tensor, Tensor | None]:
+        return linear_attention(p.q, p.k, p.v, self.log_decay(p.q.device, compute_dtype(p.q.dtype)), **options)
 
     def log_decay(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         """log γ_h, [heads]"""

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from headmax.ops.checks import beyond_kernels, check_device, check_recurrence, check_shape
+from headmax.ops.checks import check_recurrence, check_shape, too_wide
 from headmax.ops.gated_delta_rule import chunkwise, reference
 from headmax.ops.packing import Packing
-from headmax.ops.registry import no_autocast, register_recurrence, select
+from headmax.ops.registry import dispatch, no_autocast, register_recurrence
+from headmax.ops.triton_tiles import shared_memory
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -26,7 +27,7 @@ def too_wide_for_the_gpu(q: Tensor) -> str | None:
     """Why the kernels cannot take these keys on this GPU, or None."""
     if q.dtype != torch.float32 or q.shape[3] <= 128 or q.device.type != "cuda":
         return None
-    shared = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin // 1024  # type: ignore[attr-defined]
+    shared = shared_memory(q.device)
     return f"float32 keys wider than 128 need {WIDE_DELTA} KiB of shared memory, this GPU has {shared}" if shared < WIDE_DELTA else None
 
 
@@ -63,10 +64,9 @@ def gated_delta_rule(
         value_heads=True,
     )
     for name, x in (("log_decay", log_decay), ("beta", beta)):
-        check_shape("gated_delta_rule", name, x, "batch, time, heads", v.shape[:3])
-        check_device("gated_delta_rule", name, x, q)
-    run = select("gated_delta_rule", backend, q.device.type, beyond_kernels(q, v) or too_wide_for_the_gpu(q))
+        check_shape("gated_delta_rule", name, x, "batch, time, heads", v.shape[:3], q.device)
+    run = dispatch("gated_delta_rule", backend, q, too_wide(q, v) or too_wide_for_the_gpu(q))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     with no_autocast(q.device):
-        o, state = run(q, k, v, log_decay, beta, normalize_qk, read_gate, write_gate, scale, initial_state, packing)
+        o, state = run(q, k, v, log_decay, beta, normalize_qk, read_gate, write_gate, scale, initial_state, packing, return_state)
     return o, state if return_state else None

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from headmax.ops.checks import compute_dtype
 from headmax.ops.chunks import Chunks, decay_from_start, decay_to_end, in_segments, pairwise_decay, segments
 from headmax.ops.gated_delta_rule.reference import unit_length
+from headmax.ops.library import define_op
 from headmax.ops.packing import Packing
 from headmax.ops.sequential import gated
 
@@ -57,14 +59,9 @@ def gated_delta_rule(
     return chunks.join(o).to(in_dtype), state
 
 
-@torch.library.custom_op("headmax::delta_scan", mutates_args=())
-def delta_scan(
+def scan_forward(
     fresh: Tensor, erase: Tensor, key_to_end: Tensor, decay: Tensor, initial: Tensor, starts: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """u_n = fresh_n - erase_n S_n ;  S_{n+1} = decay_n S_n + key_to_end_n^T u_n.
-
-    Returns the state before each chunk, all u, and the last state of each sequence.
-    """
     batch, chunks, heads = decay.shape
     states = fresh.new_empty(batch, chunks, heads, erase.shape[-1], fresh.shape[-1])
     u, final = torch.empty_like(fresh), torch.empty_like(initial)
@@ -78,14 +75,14 @@ def delta_scan(
     return states, u, final
 
 
-@delta_scan.register_fake
-def _(fresh: Tensor, erase: Tensor, key_to_end: Tensor, decay: Tensor, initial: Tensor, starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def fake_forward(
+    fresh: Tensor, erase: Tensor, key_to_end: Tensor, decay: Tensor, initial: Tensor, starts: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     states = fresh.new_empty(*decay.shape, erase.shape[-1], fresh.shape[-1])
     return states, torch.empty_like(fresh), torch.empty_like(initial)
 
 
-@torch.library.custom_op("headmax::delta_scan_backward", mutates_args=())
-def delta_scan_backward(
+def scan_backward(
     d_states: Tensor,
     d_u: Tensor,
     d_final: Tensor,
@@ -110,18 +107,34 @@ def delta_scan_backward(
     return d_fresh, d_erase, d_key, d_decay, d_initial
 
 
-@delta_scan_backward.register_fake
-def _(d_states, d_u, d_final, states, u, erase, key_to_end, decay, starts):  # type: ignore[no-untyped-def]
+def fake_backward(d_states, d_u, d_final, states, u, erase, key_to_end, decay, starts):  # type: ignore[no-untyped-def]
     return tuple(torch.empty_like(x) for x in (u, erase, key_to_end, decay, d_final))
 
 
-def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    _, erase, key_to_end, decay, _, starts = inputs
-    ctx.save_for_backward(output[0], output[1], erase, key_to_end, decay, starts)
+_scan = define_op("delta_scan", scan_forward, fake_forward)
+_scan_backward = define_op("delta_scan_backward", scan_backward, fake_backward)
 
 
-def _gradient(ctx, d_states, d_u, d_final):  # type: ignore[no-untyped-def]
-    return *delta_scan_backward(d_states, d_u, d_final, *ctx.saved_tensors), None
+class DeltaScan(torch.autograd.Function):
+    """See `delta_scan`. Saves all inputs but `fresh`, the states, and u."""
+
+    @staticmethod
+    def forward(ctx, fresh, erase, key_to_end, decay, initial, starts):  # type: ignore[no-untyped-def]
+        states, u, final = _scan(fresh, erase, key_to_end, decay, initial, starts)
+        ctx.save_for_backward(states, u, erase, key_to_end, decay, starts)
+        return states, u, final
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_states, d_u, d_final):  # type: ignore[no-untyped-def]
+        return *_scan_backward(d_states, d_u, d_final, *ctx.saved_tensors), None
 
 
-delta_scan.register_autograd(_gradient, setup_context=_save)
+def delta_scan(
+    fresh: Tensor, erase: Tensor, key_to_end: Tensor, decay: Tensor, initial: Tensor, starts: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """u_n = fresh_n - erase_n S_n ;  S_{n+1} = decay_n S_n + key_to_end_n^T u_n.
+
+    Returns the state before each chunk, all u, and the last state of each sequence.
+    """
+    return DeltaScan.apply(fresh, erase, key_to_end, decay, initial, starts)

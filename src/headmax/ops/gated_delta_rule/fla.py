@@ -10,8 +10,8 @@ from headmax.ops.sequential import gated
 
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, normalize_qk: bool, read_gate: Tensor | None,
-    write_gate: Tensor | None, scale: float, initial_state: Tensor | None, packing: Packing | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    write_gate: Tensor | None, scale: float, initial_state: Tensor | None, packing: Packing | None, return_state: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     o, state = chunk_gated_delta_rule(
@@ -22,7 +22,7 @@ def gated_delta_rule(
         beta,
         scale,
         initial_state,
-        output_final_state=True,
+        output_final_state=return_state,
         use_qk_l2norm_in_kernel=normalize_qk,
         cu_seqlens=None if packing is None else packing.cu_seqlens,
     )

@@ -12,23 +12,24 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from headmax.ops.gated_delta_rule import too_wide_for_the_gpu, triton_unit
-from headmax.ops.gated_delta_rule.reference import EPS, unit_length
+from headmax.ops.gated_delta_rule import triton_unit
+from headmax.ops.gated_delta_rule.reference import EPS
+from headmax.ops.launch import launch
+from headmax.ops.library import define_op
 from headmax.ops.packing import CHUNK, Packing
-from headmax.ops.recompute import recomputed
 from headmax.ops.triton_common import (
     Layout,
     beside,
     channel_block,
-    check_kernel_limits,
     chunk_span,
+    contiguous,
     decay_matrix,
     decay_rows,
     decay_sums,
     dot_precision,
     nth,
-    on_its_device,
     row_values,
     segment_span,
     state_tile,
@@ -36,7 +37,7 @@ from headmax.ops.triton_common import (
 )
 from headmax.ops.triton_decayed import Prepared, prepare, query_key_gradients
 from headmax.ops.triton_scan import combine, scaled, shape_arguments, spread
-from headmax.ops.triton_tiles import reads_in_scan, tile_arguments
+from headmax.ops.triton_tiles import cdiv, reads_in_scan, tile_arguments
 
 NARROWEST = 32
 """Columns of a block of states: segments do half of the work over again and more, so narrow blocks come before them."""
@@ -379,12 +380,14 @@ def empty_inverse(k: Tensor) -> Tensor:
 def writes(
     k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, write_gate: Tensor | None, layout: Layout, inverse: Tensor | None = None
 ) -> Written:
-    made = Written(empty_inverse(k) if inverse is None else inverse, torch.empty_like(k), torch.empty_like(v))
-    delta_writes_kernel[(layout.chunks, k.shape[2])](
-        k, v, log_decay, beta, write_gate, *made, layout.table, **shape_arguments(k, layout), V=v.shape[3], DECAY="token",
-        WRITE=write_gate is not None, KNOWN=inverse is not None, **tile_arguments("delta_writes", k, k.shape[3], v.shape[3]),
+    written = Written(empty_inverse(k) if inverse is None else inverse, torch.empty_like(k), torch.empty_like(v))
+    (_, _, heads, key), value = k.shape, v.shape[3]
+    launch(
+        delta_writes_kernel, (layout.chunks, heads), (k, v, log_decay, beta, write_gate, *written, layout.table, layout.length),
+        {**shape_arguments(k, layout), "V": value, "DECAY": "token", "WRITE": write_gate is not None, "KNOWN": inverse is not None,
+         **tile_arguments("delta_writes", k, key, value)},
     )  # fmt: skip
-    return made
+    return written
 
 
 # Sequences too few to keep the GPU busy are cut into segments, which run at the same time. First to know what they do: the first segment
@@ -397,9 +400,11 @@ def carry(cut: Tensor, begin: Tensor | None, x: Tensor, sequences: int, reverse:
     """Hands states on from segment to segment, as precisely as x's dtype asks."""
     _, heads, key, width = cut.shape
     tiles = tile_arguments("delta_carry", x, key, width - key)
-    delta_carry_kernel[(sequences * heads * triton.cdiv(width - key, tiles["BV"]),)](
-        cut, cut if begin is None else begin, cut.shape[0] // sequences, H=heads, K=key, V=width - key, BEGIN=begin is not None,
-        REVERSE=reverse, PRECISION=dot_precision(x.dtype), **tiles,
+    launch(
+        delta_carry_kernel, (sequences * heads * cdiv(width - key, tiles["BV"]),),
+        (cut, cut if begin is None else begin, cut.shape[0] // sequences),
+        {"H": heads, "K": key, "V": width - key, "BEGIN": begin is not None, "REVERSE": reverse, "PRECISION": dot_precision(x.dtype),
+         **tiles},
     )  # fmt: skip
 
 
@@ -407,7 +412,7 @@ class DeltaScanned(NamedTuple):
     """What a scan gives."""
 
     states: Tensor
-    """The states before every chunk [chunks, H, K, V]; empty if it read out."""
+    """The states before every chunk [chunks, H, K, V]; None if it read out."""
     u: Tensor
     """The writes, or what was read out."""
     final: Tensor
@@ -421,28 +426,31 @@ def delta_scan(
 ) -> DeltaScanned:
     """Stores all states and writes, or, to `read`, what is read out alone."""
     key, (_, _, heads, value) = written.erase.shape[3], written.fresh.shape
-    new, runs = written.fresh.new_empty, layout.sequences
-    states, u = new(0 if read else layout.chunks, heads, key, value), torch.empty_like(written.fresh)
-    final = new(runs, heads, key, value, dtype=torch.float32)
-    if made := cut is None:
+    new, runs, known = written.fresh.new_empty, layout.sequences, cut is not None
+    states = None if read else new((layout.chunks, heads, key, value))
+    u = torch.empty_like(written.fresh)
+    final = new((runs, heads, key, value), dtype=torch.float32)
+    if cut is None:
         cut = new(cut_shape(written.erase, written.fresh, layout), dtype=torch.float32)
     segments, shape = cut.shape[0] // runs or 1, shape_arguments(written.erase, layout) | {"V": value}
 
-    def launch(kernel: str, probe: bool) -> None:
+    def run(kernel: str, probe: bool) -> None:
         tiles, _ = spread(kernel, written.erase, written.fresh, layout, NARROWEST)
-        blocks = triton.cdiv(value, tiles["BV"]) + triton.cdiv(key, tiles["BV"]) * probe
+        blocks = cdiv(value, tiles["BV"]) + cdiv(key, tiles["BV"]) * probe
         begun = not probe and segments > 1
-        delta_scan_kernel[(runs * segments * heads * blocks,)](
-            prepared.reading, prepared.writing, prepared.scores, written.erase, written.fresh, prepared.whole, initial, cut, states, u,
-            final, layout.table, layout.starts, segments, **shape, BEGIN=initial is not None and not begun, STORE=not (probe or read),
-            READ=read and not probe, CUT=begun, **tiles,
+        launch(
+            delta_scan_kernel, (runs * segments * heads * blocks,),
+            (prepared.reading, prepared.writing, prepared.scores, written.erase, written.fresh, prepared.whole, initial, cut, states, u,
+             final, layout.table, layout.starts, segments, layout.length),
+            {**shape, "BEGIN": initial is not None and not begun, "STORE": not (probe or read), "READ": read and not probe, "CUT": begun,
+             **tiles},
         )  # fmt: skip
 
-    if made and segments > 1:
-        launch("delta_scan", probe=True)
+    if segments > 1 and not known:
+        run("delta_scan", probe=True)
         carry(cut, initial, u, runs)
-    launch("delta_read_scan" if read else "delta_scan", probe=False)
-    return DeltaScanned(states, u, final, cut)
+    run("delta_read_scan" if read else "delta_scan", probe=False)
+    return DeltaScanned(states, u, final, cut)  # type: ignore[arg-type]
 
 
 def delta_scan_back(
@@ -450,25 +458,27 @@ def delta_scan_back(
 ) -> tuple[Tensor, Tensor]:
     """The gradients of the states after every chunk and of the initial ones; completes d_u in place."""
     key, (_, _, heads, value), runs = written.erase.shape[3], d_o.shape, layout.sequences
-    d_states = d_o.new_empty(layout.chunks, heads, key, value)
-    d_initial = d_o.new_empty(runs, heads, key, value, dtype=torch.float32)
+    d_states = d_o.new_empty((layout.chunks, heads, key, value))
+    d_initial = d_o.new_empty((runs, heads, key, value), dtype=torch.float32)
     segments, shape = cut.shape[0] // runs or 1, shape_arguments(written.erase, layout) | {"V": value}
     tiles, _ = spread("delta_scan_back", written.erase, d_o, layout, NARROWEST)
 
-    def launch(cut: Tensor, probe: bool) -> None:
+    def run(cut: Tensor, probe: bool) -> None:
         begun = not probe and segments > 1
-        delta_scan_back_kernel[(runs * segments * heads * triton.cdiv(value, tiles["BV"]),)](
-            prepared.reading, prepared.writing, written.erase, d_o, prepared.whole, d_final, cut, d_states, d_u, d_initial, layout.table,
-            layout.starts, segments, **shape, BEGIN=d_final is not None and not begun, STORE=not probe, CUT=begun, **tiles,
+        launch(
+            delta_scan_back_kernel, (runs * segments * heads * cdiv(value, tiles["BV"]),),
+            (prepared.reading, prepared.writing, written.erase, d_o, prepared.whole, d_final, cut, d_states, d_u, d_initial, layout.table,
+             layout.starts, segments, layout.length),
+            {**shape, "BEGIN": d_final is not None and not begun, "STORE": not probe, "CUT": begun, **tiles},
         )  # fmt: skip
 
     if segments > 1:
         turned = torch.empty_like(cut)  # gradients take the states' place, and are turned by the transposed matrices
         turned[..., value:] = cut[..., value:].mT
-        launch(turned, probe=True)
+        run(turned, probe=True)
         carry(turned, d_final, d_o, runs, reverse=True)
         cut = turned
-    launch(cut, probe=False)
+    run(cut, probe=False)
     return d_states, d_initial
 
 
@@ -477,14 +487,31 @@ def cut_shape(k: Tensor, v: Tensor, layout: Layout) -> tuple[int, ...]:
     return (layout.sequences * segments, v.shape[2], k.shape[3], v.shape[3] + k.shape[3]) if segments > 1 else (0,)
 
 
-@torch.library.custom_op("headmax::gated_delta_rule", mutates_args=())
-@on_its_device
-def _forward(
+def per_value_head(x: Tensor, v: Tensor) -> Tensor:
+    """x [B,T,H,K] for each head of v: the value heads that share a key head follow each other."""
+    groups = v.shape[2] // x.shape[2]
+    return x if groups == 1 else x.repeat_interleave(groups, dim=2)
+
+
+def keys_for(x: Tensor, v: Tensor, normalize: bool) -> Tensor:
+    """Queries or keys as the recurrence takes them: of unit length if `normalize`, one for each value head."""
+    return per_value_head(triton_unit.unit_length(x, EPS) if normalize else x, v)
+
+
+def keys_gradient(d_x: Tensor, x: Tensor, normalize: bool) -> Tensor:
+    """The gradient of x from that of `keys_for` of it."""
+    if d_x.shape != x.shape:
+        d_x = d_x.unflatten(2, (x.shape[2], -1)).sum(3)
+    return triton_unit.unit_length_gradient(x, d_x, EPS) if normalize else d_x
+
+
+def forward(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, read_gate: Tensor | None, write_gate: Tensor | None,
-    scale: float, initial: Tensor | None, table: Tensor | None, starts: Tensor | None,
+    scale: float, initial: Tensor | None, table: Tensor | None, starts: Tensor | None, normalize: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """o, the final state, and for the backward pass the inverses and `cut`, which take longer to make than to keep."""
     layout = Layout(q.shape[0], q.shape[1], table, starts)
+    q, k = keys_for(q, v, normalize), keys_for(k, v, normalize)
     prepared = prepare(q, k, log_decay, read_gate, None, scale, layout)
     written = writes(k, v, log_decay, beta, write_gate, layout)
     read = reads_in_scan(k, "delta_read_scan")
@@ -493,23 +520,22 @@ def _forward(
     return o, scanned.final, written.inverse, scanned.cut
 
 
-@_forward.register_fake
-def _(q, k, v, log_decay, beta, read_gate, write_gate, scale, initial, table, starts):
-    layout = Layout(q.shape[0], q.shape[1], table, starts)
-    final, cut = (q.new_empty(shape, dtype=torch.float32) for shape in (layout.states(q, v), cut_shape(k, v, layout)))
+def fake_forward(q, k, v, log_decay, beta, read_gate, write_gate, scale, initial, table, starts, normalize):
+    layout, k = Layout(q.shape[0], q.shape[1], table, starts), v.new_empty(*v.shape[:3], k.shape[3])
+    final, cut = (q.new_empty(shape, dtype=torch.float32) for shape in (layout.states(k, v), cut_shape(k, v, layout)))
     return torch.empty_like(v), final, empty_inverse(k), cut
 
 
-@torch.library.custom_op("headmax::gated_delta_rule_backward", mutates_args=())
-@on_its_device
-def _backward(
+def backward(
     d_o: Tensor, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, read_gate: Tensor | None,
-    write_gate: Tensor | None, scale: float, initial: Tensor | None, table: Tensor | None, starts: Tensor | None,
+    write_gate: Tensor | None, scale: float, initial: Tensor | None, table: Tensor | None, starts: Tensor | None, normalize: bool,
     inverse: Tensor, cut: Tensor,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, k, v, log_decay, beta, read_gate, write_gate, initial; an empty tensor where there is none."""
     layout, d_o = Layout(q.shape[0], q.shape[1], table, starts), d_o.contiguous()
     d_final = None if d_final is None else d_final.contiguous()
+    given_q, given_k = q, k
+    q, k = keys_for(q, v, normalize), keys_for(k, v, normalize)
     prepared = prepare(q, k, log_decay, read_gate, None, scale, layout, backward=True)
     written = writes(k, v, log_decay, beta, write_gate, layout, inverse)
     states, u, _, _ = delta_scan(prepared, written, initial, layout, cut)
@@ -520,64 +546,57 @@ def _backward(
     )
     d_v, d_beta = torch.empty_like(v), torch.empty_like(beta, dtype=torch.float32)
     d_write = q.new_empty(0 if write_gate is None else write_gate.shape, dtype=torch.float32)
-    delta_write_gradients_kernel[(layout.chunks, q.shape[2])](
-        k, v, log_decay, beta, write_gate, written.inverse, states, d_u, d_k, d_v, d_beta, d_write, d_decay, table,
-        **shape_arguments(q, layout), V=v.shape[3], DECAY="token", WRITE=write_gate is not None,
-        **tile_arguments("delta_write_gradients", q, q.shape[3], v.shape[3]),
+    (_, _, heads, key), value = q.shape, v.shape[3]
+    launch(
+        delta_write_gradients_kernel, (layout.chunks, heads),
+        (k, v, log_decay, beta, write_gate, written.inverse, states, d_u, d_k, d_v, d_beta, d_write, d_decay, table, layout.length),
+        {**shape_arguments(q, layout), "V": value, "DECAY": "token", "WRITE": write_gate is not None,
+         **tile_arguments("delta_write_gradients", q, key, value)},
     )  # fmt: skip
     d_read = q.new_empty(0, dtype=torch.float32) if read_gate is None else d_gates[0]
+    d_q, d_k = keys_gradient(d_q, given_q, normalize), keys_gradient(d_k, given_k, normalize)
     return [d_q, d_k, d_v, d_decay, d_beta, d_read, d_write, d_initial]
 
 
-@_backward.register_fake
-def _(d_o, d_final, q, k, v, log_decay, beta, read_gate, write_gate, scale, initial, table, starts, inverse, cut):
+def fake_backward(d_o, d_final, q, k, v, log_decay, beta, read_gate, write_gate, scale, initial, table, starts, normalize, inverse, cut):
     nothing = q.new_empty(0, dtype=torch.float32)
     rows = [torch.empty_like(x, dtype=torch.float32) if x is not None else nothing for x in (log_decay, beta, read_gate, write_gate)]
-    d_initial = q.new_empty(Layout(q.shape[0], q.shape[1], table, starts).states(q, v), dtype=torch.float32)
+    d_initial = q.new_empty((*Layout(q.shape[0], q.shape[1], table, starts).states(v, v)[:2], q.shape[3], v.shape[3]), dtype=torch.float32)
     return [torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), *rows, d_initial]
 
 
-def _save(ctx, inputs, output) -> None:
-    q, k, v, log_decay, beta, read_gate, write_gate, scale, initial, table, starts = inputs
-    kept = output[2:]
-    ctx.mark_non_differentiable(*kept)
-    ctx.set_materialize_grads(False)  # or zeros would be made for what is kept
-    ctx.save_for_backward(q, k, v, log_decay, beta, read_gate, write_gate, initial, table, starts, *kept)
-    ctx.scale = scale
+_forward = define_op("gated_delta_rule", forward, fake_forward)
+_backward = define_op("gated_delta_rule_backward", backward, fake_backward)
 
 
-def _gradient(ctx, d_o, d_final, *_):
-    *inputs, initial, table, starts, inverse, cut = ctx.saved_tensors
-    d_o = torch.zeros_like(inputs[2]) if d_o is None else d_o
-    d_q, d_k, d_v, *rows, d_initial = _backward(d_o, d_final, *inputs, ctx.scale, initial, table, starts, inverse, cut)
-    rows = [None if x is None else g.to(x.dtype) for x, g in zip(inputs[3:], rows, strict=True)]
-    return d_q, d_k, d_v, *rows, None, None if initial is None else d_initial.to(initial.dtype), None, None
+class GatedDeltaRule(torch.autograd.Function):
+    """o, and the final state if `return_state`. Saves its inputs, the inverses and `cut`; unit lengths are computed again."""
 
+    @staticmethod
+    def forward(ctx, q, k, v, log_decay, beta, read_gate, write_gate, scale, initial, table, starts, normalize, return_state):
+        o, final, inverse, cut = _forward(q, k, v, log_decay, beta, read_gate, write_gate, scale, initial, table, starts, normalize)
+        ctx.save_for_backward(q, k, v, log_decay, beta, read_gate, write_gate, initial, table, starts, inverse, cut)
+        ctx.scale, ctx.normalize = scale, normalize
+        return (o, final) if return_state else o
 
-_forward.register_autograd(_gradient, setup_context=_save)
-
-
-def plain_unit_length(x: Tensor) -> Tensor:
-    """For a compiler to fuse."""
-    return unit_length(x.float()).to(x.dtype)
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_o, d_final=None):
+        q, k, v, log_decay, beta, read_gate, write_gate, initial, table, starts, inverse, cut = ctx.saved_tensors
+        inputs = q, k, v, log_decay, beta, read_gate, write_gate, ctx.scale, initial, table, starts, ctx.normalize
+        d_q, d_k, d_v, d_decay, d_beta, d_read, d_write, d_initial = _backward(d_o, d_final, *inputs, inverse, cut)
+        d_read = None if read_gate is None else d_read.to(read_gate.dtype)
+        d_write = None if write_gate is None else d_write.to(write_gate.dtype)
+        d_initial = None if initial is None else d_initial.to(initial.dtype)
+        d_decay, d_beta = d_decay.to(log_decay.dtype), d_beta.to(beta.dtype)
+        return d_q, d_k, d_v, d_decay, d_beta, d_read, d_write, None, d_initial, None, None, None, None
 
 
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, normalize_qk: bool, read_gate: Tensor | None,
-    write_gate: Tensor | None, scale: float, initial_state: Tensor | None, packing: Packing | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    check_kernel_limits(q, v)
-    if (why := too_wide_for_the_gpu(q)) is not None:
-        raise ValueError(f"backend 'triton': {why}; use 'chunkwise' or bfloat16")
-    if normalize_qk:
-        if torch.compiler.is_compiling():
-            q, k = recomputed(lambda *x: tuple(map(plain_unit_length, x)), q, k)
-        else:
-            q, k = triton_unit.unit_length(q, EPS), triton_unit.unit_length(k, EPS)
-    groups = v.shape[2] // q.shape[2]
-    if groups > 1:
-        q, k = q.repeat_interleave(groups, dim=2), k.repeat_interleave(groups, dim=2)
-    tensors = [None if x is None else x.contiguous() for x in (q, k, v, log_decay, beta, read_gate, write_gate)]
+    write_gate: Tensor | None, scale: float, initial_state: Tensor | None, packing: Packing | None, return_state: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    *given, initial = contiguous(q, k, v, log_decay, beta, read_gate, write_gate, initial_state)
     table, starts = (None, None) if packing is None else packing.chunks(CHUNK)
-    o, final, *_ = _forward(*tensors, scale, None if initial_state is None else initial_state.contiguous(), table, starts)
-    return o, final
+    result = GatedDeltaRule.apply(*given, scale, initial, table, starts, normalize_qk, return_state)
+    return result if return_state else (result, None)

@@ -1,4 +1,4 @@
-"""Queries and keys scaled to unit length in Triton. For eager use; a compiled model fuses the plain form into what makes them."""
+"""Queries and keys scaled to unit length in Triton, within the delta rule's op."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headmax.ops.triton_common import on_its_device
+from headmax.ops.launch import launch
+from headmax.ops.triton_tiles import cdiv, power_of_2
 
 ROWS = 32
 """Heads of tokens in a program's tile."""
@@ -36,50 +37,21 @@ def unit_length_gradient_kernel(x, d_y, d_x, rows_in_all, eps, K: tl.constexpr, 
     tl.store(d_x + at, gradient.to(d_x.dtype.element_ty), mask=inside)
 
 
-def _launch(kernel, *tensors: Tensor, eps: float) -> None:
-    width = tensors[0].shape[-1]
-    rows = tensors[0].numel() // width
-    kernel[(triton.cdiv(rows, ROWS),)](*tensors, rows, eps, K=width, BR=ROWS, BK=triton.next_power_of_2(width))
+def _launch(kernel, x: Tensor, *others: Tensor, eps: float) -> None:
+    width = x.shape[-1]
+    rows = x.numel() // width
+    launch(kernel, (cdiv(rows, ROWS),), (x, *others, rows, eps), {"K": width, "BR": ROWS, "BK": power_of_2(width)})
 
 
-@torch.library.custom_op("headmax::unit_length", mutates_args=())
-@on_its_device
-def _forward(x: Tensor, eps: float) -> Tensor:
+def unit_length(x: Tensor, eps: float) -> Tensor:
+    """x / sqrt(Σ x^2 + eps) over the last axis, computed in float32; x is contiguous, and the result has no gradient of its own."""
     y = torch.empty_like(x)
     _launch(unit_length_kernel, x, y, eps=eps)
     return y
 
 
-@_forward.register_fake
-def _(x, eps):
-    return torch.empty_like(x)
-
-
-@torch.library.custom_op("headmax::unit_length_backward", mutates_args=())
-@on_its_device
-def _backward(d_y: Tensor, x: Tensor, eps: float) -> Tensor:
+def unit_length_gradient(x: Tensor, d_y: Tensor, eps: float) -> Tensor:
+    """d_x from d_y; both contiguous."""
     d_x = torch.empty_like(x)
-    _launch(unit_length_gradient_kernel, x, d_y.contiguous(), d_x, eps=eps)
+    _launch(unit_length_gradient_kernel, x, d_y, d_x, eps=eps)
     return d_x
-
-
-@_backward.register_fake
-def _(d_y, x, eps):
-    return torch.empty_like(x)
-
-
-def _save(ctx, inputs, output) -> None:
-    x, ctx.eps = inputs
-    ctx.save_for_backward(x)
-
-
-def _gradient(ctx, d_y):
-    return _backward(d_y, *ctx.saved_tensors, ctx.eps), None
-
-
-_forward.register_autograd(_gradient, setup_context=_save)
-
-
-def unit_length(x: Tensor, eps: float) -> Tensor:
-    """x / sqrt(Σ x^2 + eps) over the last axis, computed in float32."""
-    return _forward(x.contiguous(), eps)

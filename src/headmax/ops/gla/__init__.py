@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from headmax.ops.checks import beyond_kernels, check_device, check_recurrence, check_shape
+from headmax.ops.checks import check_recurrence, check_shape, too_wide
 from headmax.ops.gla import chunkwise, reference
 from headmax.ops.packing import Packing
-from headmax.ops.registry import no_autocast, register_recurrence, select
+from headmax.ops.registry import dispatch, no_autocast, register_recurrence
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -35,10 +35,9 @@ def gla(
     packing = check_recurrence(
         "gla", q, k, v, read_gate=read_gate, write_gate=write_gate, initial_state=initial_state, cu_seqlens=cu_seqlens
     )
-    check_shape("gla", "log_decay", log_decay, "batch, time, heads, key", q.shape)
-    check_device("gla", "log_decay", log_decay, q)
-    run = select("gla", backend, q.device.type, beyond_kernels(q, v))
+    check_shape("gla", "log_decay", log_decay, "batch, time, heads, key", q.shape, q.device)
+    run = dispatch("gla", backend, q, too_wide(q, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     with no_autocast(q.device):
-        o, state = run(q, k, v, log_decay, read_gate, write_gate, scale, initial_state, packing)
+        o, state = run(q, k, v, log_decay, read_gate, write_gate, scale, initial_state, packing, return_state)
     return o, state if return_state else None

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-import torch
 from torch import Tensor
 
-from headmax.ops.checks import check_device, check_shape
+from headmax.ops.checks import check_shape
 from headmax.ops.head_gate import reference
-from headmax.ops.registry import Lazy, no_autocast, register, select, suggest
+from headmax.ops.registry import Lazy, dispatch, no_autocast, register, suggest
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -21,11 +20,6 @@ for _name, _plain in (("head_gate", reference.head_gate), ("split_gates", refere
 def _check_kind(op: str, kind: str) -> None:
     if kind not in ("softmax", "sigmoid"):
         raise ValueError(f"{op}: unknown kind {kind!r}{suggest(kind, ('softmax', 'sigmoid'))}")
-
-
-def _no_kernel(x: Tensor) -> str | None:
-    """Why "auto" keeps to the plain form, or None."""
-    return "float64" if x.dtype == torch.float64 else None
 
 
 def head_gate(
@@ -47,21 +41,20 @@ def head_gate(
     if not isinstance(x, Tensor) or x.ndim not in (3, 4):
         got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"head_gate: x must be [batch, time, heads, dim] or [batch, time, dim], got {got}")
-    check_shape("head_gate", "x", x, "batch, time, ..., dim", x.shape)
+    if not x.is_floating_point():
+        raise ValueError(f"head_gate: x must have a floating dtype, got {x.dtype}")
     if not isinstance(weight, Tensor) or weight.ndim != 2:
         got = list(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
         raise ValueError(f"head_gate: weight must be [heads, dim], got {got}")
-    check_shape("head_gate", "weight", weight, "heads, dim", (weight.shape[0], x.shape[-1]))
-    if 0 in (*x.shape, weight.shape[0]):
+    gates = weight.shape[0]
+    check_shape("head_gate", "weight", weight, "heads, dim", (gates, x.shape[-1]), x.device)
+    if gates == 0 or x.numel() == 0:
         raise ValueError(f"head_gate: x {list(x.shape)} and weight {list(weight.shape)} must have no empty axis")
-    if x.ndim == 4 and weight.shape[0] % x.shape[2]:
-        raise ValueError(f"head_gate: weight must have a multiple of x's {x.shape[2]} heads, got {weight.shape[0]}")
-    check_device("head_gate", "weight", weight, x)
+    if x.ndim == 4 and gates % x.shape[2]:
+        raise ValueError(f"head_gate: weight must have a multiple of x's {x.shape[2]} heads, got {gates}")
     _check_kind("head_gate", kind)
     with no_autocast(x.device):
-        if backend == "auto" and torch.compiler.is_compiling():  # which fuses the scores into what makes x
-            return split_gates(reference.scores_of(x, weight), 1, temperature, scale, kind=kind)[0]
-        return select("head_gate", backend, x.device.type, _no_kernel(x))(x, weight, temperature, scale, kind)
+        return dispatch("head_gate", backend, x)(x, weight, temperature, scale, kind)
 
 
 def split_gates(
@@ -71,4 +64,4 @@ def split_gates(
     _check_kind("split_gates", kind)
     if number < 1 or scores.shape[-1] % number:
         raise ValueError(f"split_gates: scores of {scores.shape[-1]} channels do not split into {number} gates")
-    return select("split_gates", backend, scores.device.type, _no_kernel(scores))(scores, number, temperature, scale, kind)
+    return dispatch("split_gates", backend, scores)(scores, number, temperature, scale, kind)

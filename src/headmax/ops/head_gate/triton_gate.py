@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from headmax.ops.triton_common import on_its_device
+from headmax.ops.launch import launch
+from headmax.ops.library import define_op
+from headmax.ops.triton_tiles import cdiv, power_of_2
 
 TOKENS = 16
 """Tokens of a program."""
@@ -72,59 +77,37 @@ def head_gate_gradients_kernel(
         tl.store(d_x + at, gradient.to(d_x.dtype.element_ty), mask=inside)
 
 
-def _sizes(x: Tensor, weight: Tensor) -> dict[str, int]:
+@functools.cache
+def _sizes(heads: int, heads_in: int, width: int) -> dict[str, int]:
     """One head of x serves all gates where x is a hidden state."""
-    heads_in = x.shape[2] if x.ndim == 4 else 1
-    width = min(WIDTH, max(16, triton.next_power_of_2(x.shape[-1])))
-    return {"H": weight.shape[0], "GROUP": weight.shape[0] // heads_in, "D": x.shape[-1], "BT": TOKENS, "BD": width}
+    return {"H": heads, "GROUP": heads // heads_in, "D": width, "BT": TOKENS, "BD": min(WIDTH, max(16, power_of_2(width)))}
 
 
-@torch.library.custom_op("headmax::head_gate", mutates_args=())
-@on_its_device
-def _forward(x: Tensor, weight: Tensor, temperature: float, scale: float, softmax: bool) -> Tensor:
-    gate = x.new_empty(*x.shape[:2], weight.shape[0], dtype=torch.float32)
-    tokens, sizes = gate.shape[0] * gate.shape[1], _sizes(x, weight)
-    head_gate_kernel[(triton.cdiv(tokens, TOKENS),)](
-        x, weight, gate, tokens, temperature, scale, **sizes, HP=max(2, triton.next_power_of_2(weight.shape[0])), SOFTMAX=softmax
-    )
+def _shape(x: Tensor, weight: Tensor) -> tuple[int, dict[str, int]]:
+    """How many tokens there are, and what kernels are specialised to."""
+    batch, time, *heads_in, width = x.shape
+    return batch * time, _sizes(weight.shape[0], heads_in[0] if heads_in else 1, width)
+
+
+def gate_forward(x: Tensor, weight: Tensor, temperature: float, scale: float, softmax: bool) -> Tensor:
+    tokens, sizes = _shape(x, weight)
+    gate = x.new_empty((*x.shape[:2], sizes["H"]), dtype=torch.float32)
+    constants = {**sizes, "HP": max(2, power_of_2(sizes["H"])), "SOFTMAX": softmax}
+    launch(head_gate_kernel, (cdiv(tokens, TOKENS),), (x, weight, gate, tokens, temperature, scale), constants)
     return gate
 
 
-@_forward.register_fake
-def _(x, weight, temperature, scale, softmax):
-    return x.new_empty(*x.shape[:2], weight.shape[0], dtype=torch.float32)
-
-
-@torch.library.custom_op("headmax::head_gate_backward", mutates_args=())
-@on_its_device
-def _backward(d_score: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    sizes = _sizes(x, weight)
-    tokens, d_x = x.shape[0] * x.shape[1], torch.empty_like(x)
-    programs = min(PROGRAMS, triton.cdiv(tokens, TOKENS))
-    d_weight = x.new_zeros(programs, *weight.shape, dtype=torch.float32)
-    head_gate_gradients_kernel[(programs, sizes["H"] // sizes["GROUP"], triton.cdiv(sizes["D"], sizes["BD"]))](
-        x, weight, d_score, d_x, d_weight, tokens, **sizes
-    )
+def gate_backward(
+    d_gate: Tensor, gate: Tensor, x: Tensor, weight: Tensor, temperature: float, scale: float, softmax: bool
+) -> tuple[Tensor, Tensor]:
+    """d_x and d_weight, by way of the scores' gradient."""
+    (tokens, sizes), d_x = _shape(x, weight), torch.empty_like(x)
+    d_score = split_backward([gate], [d_gate], temperature, scale, softmax, torch.float32)
+    programs = min(PROGRAMS, cdiv(tokens, TOKENS))
+    d_weight = x.new_zeros((programs, *weight.shape), dtype=torch.float32)
+    grid = programs, sizes["H"] // sizes["GROUP"], cdiv(sizes["D"], sizes["BD"])
+    launch(head_gate_gradients_kernel, grid, (x, weight, d_score, d_x, d_weight, tokens), sizes)
     return d_x, d_weight.sum(0).to(weight.dtype)
-
-
-@_backward.register_fake
-def _(d_score, x, weight):
-    return torch.empty_like(x), torch.empty_like(weight)
-
-
-def _save(ctx, inputs, output) -> None:
-    x, weight, ctx.temperature, ctx.scale, ctx.softmax = inputs
-    ctx.save_for_backward(x, weight, output)
-
-
-def _gradient(ctx, d_gate):
-    x, weight, gate = ctx.saved_tensors
-    d_score = _split_backward([gate], [d_gate], ctx.temperature, ctx.scale, ctx.softmax, torch.float32)
-    return *_backward(d_score, x, weight), None, None, None
-
-
-_forward.register_autograd(_gradient, setup_context=_save)
 
 
 @triton.jit
@@ -170,72 +153,97 @@ SCORED = 64
 
 
 def _split_sizes(tokens: int, number: int, heads: int, softmax: bool) -> tuple[tuple[int], dict[str, int]]:
-    sizes = {"N": number, "H": heads, "HP": max(2, triton.next_power_of_2(heads)), "BT": SCORED, "SOFTMAX": softmax}
-    return (triton.cdiv(tokens, SCORED),), sizes
+    sizes = {"N": number, "H": heads, "HP": max(2, power_of_2(heads)), "BT": SCORED, "SOFTMAX": softmax}
+    return (cdiv(tokens, SCORED),), sizes
 
 
-@torch.library.custom_op("headmax::split_gates", mutates_args=(), tags=(torch.Tag.needs_fixed_stride_order,))
-@on_its_device
-def _split(scores: Tensor, number: int, temperature: float, scale: float, softmax: bool) -> list[Tensor]:
+def split_forward(scores: Tensor, number: int, temperature: float, scale: float, softmax: bool) -> list[Tensor]:
     batch, time, width = scores.shape
     flat = scores.flatten(0, 1)
     flat = flat if flat.stride(1) == 1 else flat.contiguous()
-    gates = [scores.new_empty(batch, time, width // number, dtype=torch.float32) for _ in range(number)]
+    gates = [scores.new_empty((batch, time, width // number), dtype=torch.float32) for _ in range(number)]
     grid, sizes = _split_sizes(len(flat), number, width // number, softmax)
-    split_gates_kernel[grid](flat, gates[0], gates[-1], len(flat), flat.stride(0), temperature, scale, **sizes)
+    launch(split_gates_kernel, grid, (flat, gates[0], gates[-1], len(flat), flat.stride(0), temperature, scale), sizes)
     return gates
 
 
-@_split.register_fake
-def _(scores, number, temperature, scale, softmax):
-    return [scores.new_empty(*scores.shape[:2], scores.shape[2] // number, dtype=torch.float32) for _ in range(number)]
-
-
-@torch.library.custom_op("headmax::split_gates_backward", mutates_args=())
-@on_its_device
-def _split_backward(
+def split_backward(
     gates: list[Tensor], d_gates: list[Tensor], temperature: float, scale: float, softmax: bool, dtype: torch.dtype
 ) -> Tensor:
     (batch, time, heads), number = gates[0].shape, len(gates)
     d_gates = [d.contiguous() for d in d_gates]
-    d_scores = gates[0].new_empty(batch, time, number * heads, dtype=dtype)
+    d_scores = gates[0].new_empty((batch, time, number * heads), dtype=dtype)
     grid, sizes = _split_sizes(batch * time, number, heads, softmax)
-    split_gates_gradient_kernel[grid](gates[0], gates[-1], d_gates[0], d_gates[-1], d_scores, batch * time, temperature, scale, **sizes)
+    args = gates[0], gates[-1], d_gates[0], d_gates[-1], d_scores, batch * time, temperature, scale
+    launch(split_gates_gradient_kernel, grid, args, sizes)
     return d_scores
 
 
-@_split_backward.register_fake
-def _(gates, d_gates, temperature, scale, softmax, dtype):
-    return gates[0].new_empty(*gates[0].shape[:2], len(gates) * gates[0].shape[2], dtype=dtype)
+_forward = define_op(
+    "head_gate",
+    gate_forward,
+    lambda x, weight, temperature, scale, softmax: x.new_empty(*x.shape[:2], weight.shape[0], dtype=torch.float32),
+)
+_backward = define_op(
+    "head_gate_backward",
+    gate_backward,
+    lambda d_gate, gate, x, weight, temperature, scale, softmax: (torch.empty_like(x), torch.empty_like(weight)),
+)
+_split = define_op(
+    "split_gates",
+    split_forward,
+    lambda scores, number, temperature, scale, softmax: [
+        scores.new_empty(*scores.shape[:2], scores.shape[2] // number, dtype=torch.float32) for _ in range(number)
+    ],
+    tags=(torch.Tag.needs_fixed_stride_order,),
+)
+_split_backward = define_op(
+    "split_gates_backward",
+    split_backward,
+    lambda gates, d_gates, temperature, scale, softmax, dtype: gates[0].new_empty(
+        *gates[0].shape[:2], len(gates) * gates[0].shape[2], dtype=dtype
+    ),
+)
 
 
-def _save_split(ctx, inputs, output) -> None:
-    scores, _, ctx.temperature, ctx.scale, ctx.softmax = inputs
-    ctx.dtype = scores.dtype
-    ctx.save_for_backward(*output)
+class Gate(torch.autograd.Function):
+    """The gate of x by weight. Saves both, and the gate."""
+
+    @staticmethod
+    def forward(ctx, x, weight, temperature, scale, softmax):
+        gate = _forward(x, weight, temperature, scale, softmax)
+        ctx.save_for_backward(x, weight, gate)
+        ctx.factors = temperature, scale, softmax
+        return gate
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_gate):
+        x, weight, gate = ctx.saved_tensors
+        return *_backward(d_gate, gate, x, weight, *ctx.factors), None, None, None
 
 
-def _split_gradient(ctx, d_gates):
-    gates = list(ctx.saved_tensors)
-    given = [torch.zeros_like(gate) if d is None else d for gate, d in zip(gates, d_gates, strict=True)]
-    return _split_backward(gates, given, ctx.temperature, ctx.scale, ctx.softmax, ctx.dtype), None, None, None, None
+class SplitGates(torch.autograd.Function):
+    """The gates of scores. Saves the gates."""
 
+    @staticmethod
+    def forward(ctx, scores, number, temperature, scale, softmax):
+        gates = _split(scores, number, temperature, scale, softmax)
+        ctx.save_for_backward(*gates)
+        ctx.factors = temperature, scale, softmax, scores.dtype
+        return tuple(gates)
 
-_split.register_autograd(_split_gradient, setup_context=_save_split)
-
-
-def _check_dtype(op: str, x: Tensor) -> None:
-    if x.dtype == torch.float64:
-        raise ValueError(f"{op}: backend 'triton' computes in float32, got torch.float64; use 'reference'")
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *d_gates):
+        return _split_backward(list(ctx.saved_tensors), list(d_gates), *ctx.factors), None, None, None, None
 
 
 def head_gate(x: Tensor, weight: Tensor, temperature: float, scale: float, kind: str) -> Tensor:
-    _check_dtype("head_gate", x)
     top = scale if kind == "softmax" else 2 * scale / weight.shape[0]
-    return _forward(x.contiguous(), weight.contiguous(), temperature, top, kind == "softmax")
+    return Gate.apply(x.contiguous(), weight.contiguous(), temperature, top, kind == "softmax")
 
 
 def split_gates(scores: Tensor, number: int, temperature: float, scale: float, kind: str) -> list[Tensor]:
-    _check_dtype("split_gates", scores)
     top = scale if kind == "softmax" else 2 * scale * number / scores.shape[2]
-    return _split(scores, number, temperature, top, kind == "softmax")
+    return list(SplitGates.apply(scores, number, temperature, top, kind == "softmax"))

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from headmax.ops.checks import beyond_kernels, check_device, check_recurrence, check_shape
+from headmax.ops.checks import check_recurrence, check_shape, too_wide
 from headmax.ops.linear_attention import chunkwise, reference
 from headmax.ops.packing import Packing
-from headmax.ops.registry import no_autocast, register_recurrence, select
+from headmax.ops.registry import dispatch, no_autocast, register_recurrence
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -44,12 +44,11 @@ def linear_attention(
     )
     if log_decay is not None:
         if isinstance(log_decay, Tensor) and log_decay.ndim == 1:
-            check_shape("linear_attention", "log_decay", log_decay, "heads", q.shape[2:3])
+            check_shape("linear_attention", "log_decay", log_decay, "heads", q.shape[2:3], q.device)
         else:
-            check_shape("linear_attention", "log_decay", log_decay, "batch, time, heads", q.shape[:3])
-        check_device("linear_attention", "log_decay", log_decay, q)
-    run = select("linear_attention", backend, q.device.type, beyond_kernels(q, v))
+            check_shape("linear_attention", "log_decay", log_decay, "batch, time, heads", q.shape[:3], q.device)
+    run = dispatch("linear_attention", backend, q, too_wide(q, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     with no_autocast(q.device):
-        o, state = run(q, k, v, log_decay, read_gate, write_gate, scale, initial_state, packing)
+        o, state = run(q, k, v, log_decay, read_gate, write_gate, scale, initial_state, packing, return_state)
     return o, state if return_state else None

@@ -10,12 +10,12 @@ from headmax.ops.sequential import gated
 
 def linear_attention(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, read_gate: Tensor | None, write_gate: Tensor | None,
-    scale: float, initial_state: Tensor | None, packing: Packing | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    scale: float, initial_state: Tensor | None, packing: Packing | None, return_state: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     from fla.ops.linear_attn import chunk_linear_attn
     from fla.ops.simple_gla import chunk_simple_gla
 
-    options = {"scale": scale, "initial_state": initial_state, "output_final_state": True}
+    options = {"scale": scale, "initial_state": initial_state, "output_final_state": return_state}
     options["cu_seqlens"] = None if packing is None else packing.cu_seqlens
     q, k = gated(q, read_gate), gated(k, write_gate)
     if log_decay is None:

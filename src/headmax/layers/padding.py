@@ -1,0 +1,49 @@
+"""Batches whose rows have tokens that are none: these neither decay nor write a state, nor enter a convolution."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headmax.ops.packing import Packing
+
+
+class Padding:
+    """Where the tokens of a padded batch [batch, time] lie, wherever the padding is, and the same tokens packed into one row."""
+
+    def __init__(self, mask: Tensor) -> None:
+        """`mask` [batch, time] is 0 where there is no token. It is read on the host."""
+        mask = mask.bool()
+        self.shape = tuple(mask.shape)
+        self.places = mask.flatten().nonzero().flatten()
+        """[tokens] where each token lies in the flattened batch."""
+        self.lengths = mask.sum(1)
+        """[batch] tokens of each row."""
+        self.packing = None if self.empty else Packing(torch.cat([self.lengths.new_zeros(1), self.lengths.cumsum(0)]))
+        """One sequence per row of the batch, empty for a row without tokens; None where no row has any."""
+
+    @property
+    def empty(self) -> bool:
+        """Whether no row has a token."""
+        return len(self.places) == 0
+
+    @property
+    def positions(self) -> Tensor:
+        """[batch, time] how many tokens of its row each token has before it."""
+        if self.packing is None:
+            return torch.zeros(self.shape, dtype=torch.int64, device=self.places.device)
+        return self.restore(self.packing.positions[None])
+
+    @classmethod
+    def of(cls, mask: Tensor | None) -> Padding | None:
+        """None where every token is one."""
+        return None if mask is None or bool(mask.all()) else cls(mask)
+
+    def remove(self, x: Tensor) -> Tensor:
+        """[batch, time, ...] → [1, tokens, ...]"""
+        return x.flatten(0, 1).index_select(0, self.places).unsqueeze(0)
+
+    def restore(self, x: Tensor) -> Tensor:
+        """[1, tokens, ...] → [batch, time, ...], zeros where there is no token."""
+        batch, time = self.shape
+        return x.new_zeros(batch * time, *x.shape[2:]).index_copy(0, self.places, x[0]).unflatten(0, (batch, time))
