@@ -1,4 +1,4 @@
-"""Batches whose rows have tokens that are none: these neither decay nor write a state, nor enter a convolution."""
+"""Padded batches: a padded token neither decays nor writes the state, and enters no convolution."""
 
 from __future__ import annotations
 

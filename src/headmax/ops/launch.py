@@ -54,7 +54,7 @@ def launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants:
     """kernel[grid](*args, **constants) on the device of args[0], a tensor.
 
     `args` are all parameters that are no constants, in order: tensors, None, numbers. `constants` are the compile-time parameters, which
-    come after them, and options such as num_warps; they are told apart by value. Triton's launch hooks, which profilers may set, are not
+    come after them, and options such as num_warps; they are compared by value. Triton's launch hooks, which profilers may set, are not
     called. A tensor that is not on the current device is launched on its own.
     """
     device = args[0].get_device()

@@ -18,7 +18,7 @@ def define_op(
     It has no gradient of its own. An op that has one is a plain `torch.autograd.Function` whose forward calls one operator and whose
     backward calls another: eager mode runs it and `torch.compile` traces it, the same lines. For both to take it
 
-    - what the backward pass needs beside inputs is saved by `ctx.save_for_backward` without being an output: Dynamo knows no
+    - what the backward pass needs besides the inputs is saved by `ctx.save_for_backward` without being an output: Dynamo knows no
       `set_materialize_grads`, so the gradient of an output that nobody used arrives as zeros;
     - its backward is `once_differentiable`: a second derivative is an error, not a silent zero.
     """

@@ -31,14 +31,14 @@ class RecurrentState(NamedTuple):
 
 
 class StepTerms(NamedTuple):
-    """What a fused decoding step must know of a mixer beside what all have in common."""
+    """What a fused decoding step must know of a mixer, besides what all mixers share."""
 
     decay: Literal["none", "head", "channel", "delta"]
     """Of the state: none, exp(decay_bias) per head, GLA's per channel, or the delta rule with its own."""
     feature: str
     """What becomes of q and k: the name of a feature map, or "unit_length"."""
     projections: tuple[nn.Linear, ...] = ()
-    """Of the hidden state, beside q, k, v and the swish gate: what the decay, and the delta rule's beta, are made from."""
+    """The further projections of the hidden state from which decay and the delta rule's beta are computed."""
     decay_weight: Tensor | None = None
     decay_bias: Tensor | None = None
     normalizer: float = 1.0
