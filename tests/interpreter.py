@@ -42,7 +42,8 @@ def round_like_a_gpu() -> None:
         return data
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
-        product = np.matmul(operand(a, input_precision), operand(b, input_precision))
+        a, b = (operand(x, input_precision).astype(np.float64) for x in (a, b))  # BLAS sums in an order that depends on the width
+        product = np.matmul(a, b)
         return TensorHandle(product.astype(d.data.dtype) + d.data, d.dtype.scalar)
 
     run = GridExecutor.__call__

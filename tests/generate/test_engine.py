@@ -14,7 +14,6 @@ from headmax import HeadmaxForCausalLM
 from headmax.bench.decode import agreement, drift
 from headmax.data.tokenizer import mistral
 from headmax.generate import GREEDY, Engine, Request, Sampling
-from headmax.generate import step as steps
 from headmax.generate.text import TextStream
 from tests.waiting import no_waiting
 
@@ -238,32 +237,27 @@ def test_a_bfloat16_state_drifts_a_little_and_a_float32_one_not_at_all() -> None
 
 def test_layers_that_cannot_be_fused_decode_beside_those_that_can(caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("triton")
-    model, text = make_model("hybrid", num_hidden_layers=3, mixer=["gla", "attention", "gated_deltanet"]), torch.tensor([tokens(7)])
-    expected = largest_difference(Engine(model, max_length=10), model, text, 4)
-    adapted = model.model.layers[2].mixer
-    adapted.b_proj = torch.nn.Sequential(adapted.b_proj)
-    engine = Engine(model, max_length=10)
+    layers = {"num_hidden_layers": 3, "mixer": ["gla", "attention", "gated_deltanet"]}
+    plain, text = make_model("hybrid", **layers), torch.tensor([tokens(7)])
+    model = make_model("hybrid", fused=True, **layers)
+    model.load_state_dict(plain.state_dict())
+    expected = largest_difference(Engine(plain, max_length=10), plain, text, 4)
+    model.model.layers[2].mixer.b_proj = torch.nn.Sequential(model.model.layers[2].mixer.b_proj)
     with caplog.at_level(logging.WARNING):
-        engine.step.layers, engine.step.head = steps.layers(model, "auto")
-    assert "decoding goes without fused kernels in some layers: mixer.b_proj is a Sequential, not a plain matrix" in caplog.text
-    assert [type(layer).__name__ for layer in engine.step.layers] == ["FusedBlock", "FusedBlock", "partial"]
-    assert largest_difference(engine, model, text, 4) <= expected + 1e-5
-    with pytest.raises(ValueError, match=r"a layer cannot be fused: mixer\.b_proj is a Sequential"):
-        Engine(model, max_length=10, path="fused")
+        assert largest_difference(Engine(model, max_length=10), plain, text, 4) <= expected + 1e-5
+    assert "decoding goes without fused kernels in some layers: a part of a GatedDeltaNet block has been replaced" in caplog.text
+    assert [why is None for why in model.model.decoder.obstacles] == [True, True, False]
 
 
 def test_an_adapter_on_the_head_is_asked() -> None:
     pytest.importorskip("triton")
     from peft import LoraConfig, get_peft_model
 
-    model, text = make_model("gla", tie_word_embeddings=False), torch.tensor([tokens(7)])
+    model, text = make_model("gla", tie_word_embeddings=False, fused=True), torch.tensor([tokens(7)])
     get_peft_model(model, LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False))
     engine = Engine(model)
-    engine.step.layers, engine.step.head = steps.layers(model, "auto")
-    assert type(engine.step.layers[0]).__name__ == "FusedBlock"
     assert largest_difference(engine, model, text, 4) <= 1e-4
-    with pytest.raises(ValueError, match="lm_head cannot be fused"):
-        Engine(model, path="fused")
+    assert model.model.decoder.obstacles == [None] * len(model.model.layers)
 
 
 @pytest.mark.gpu
@@ -272,9 +266,11 @@ def test_an_adapter_on_the_head_is_asked() -> None:
 def test_graphs_give_the_logits_of_the_full_forward(name: str, batch: int) -> None:
     model = make_model(name).cuda()
     text = torch.tensor([tokens(512 if batch == 1 else 40, seed=n) for n in range(batch)])
-    for path in ("fused", "plain"):
-        engine = Engine(model, max_batch=batch, max_length=512, path=path)  # type: ignore[arg-type]
-        assert largest_difference(engine, model, text, 1) <= 1e-4
+    for fused in (True, False):
+        model.config.fused = fused
+        for block in model.model.layers:
+            block.fused = fused
+        assert largest_difference(Engine(model, max_batch=batch, max_length=512), model, text, 1) <= 1e-4
 
 
 @pytest.mark.gpu

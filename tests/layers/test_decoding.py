@@ -8,12 +8,13 @@ import torch
 
 from headmax import HeadGateConfig, HeadmaxConfig, HeadmaxForCausalLM
 from headmax.layers.block import Block
-from headmax.layers.decoding import Place, Slots, make_slots, plain_step, unfit
 from headmax.layers.feature_map import FEATURE_MAPS
+from headmax.layers.fusion import Fusion
+from headmax.layers.mixers.attention import AttentionSlots
+from headmax.models.decoding import Slots, make_slots
 
 pytest.importorskip("triton")
 from headmax.layers import triton_linear
-from headmax.layers.triton_block import FusedBlock
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -35,7 +36,7 @@ def make(mixer: str, dtype: torch.dtype = torch.float32, **options: Any) -> Bloc
     }
     if mixer != "attention":
         settings |= {"head_k_dim": 12, "head_v_dim": 20, "head_gate": GATE}
-    model = HeadmaxForCausalLM(HeadmaxConfig(mixer=mixer, **settings | options)).eval()
+    model = HeadmaxForCausalLM(HeadmaxConfig(mixer=mixer, fused=True, **settings | options)).eval()
     with torch.no_grad():
         for parameter in model.parameters():  # norms and decays that are all alike would hide an index gone wrong
             if parameter.ndim == 1:
@@ -43,42 +44,49 @@ def make(mixer: str, dtype: torch.dtype = torch.float32, **options: Any) -> Bloc
     return model.model.layers[0].to(DEVICE, dtype).requires_grad_(False)
 
 
-def place(block: Block, position: torch.Tensor, dtype: torch.dtype) -> Place:
-    settings = getattr(block.mixer, "rotary", None)
-    rotary = {settings: settings and settings.at(position[:, None], dtype)}
-    return Place(position, rotary, (torch.arange(LENGTH, device=DEVICE) <= position[:, None])[:, None, None])
+def tensors(slots: Slots) -> dict[str, torch.Tensor]:
+    return {name: x for name, x in slots._asdict().items() if isinstance(x, torch.Tensor) and name != "position"}
 
 
 def filled(block: Block, rows: int, state_dtype: torch.dtype) -> Slots:
     """Slots as they are after a few tokens, one more of them than is used."""
     generator = torch.Generator().manual_seed(1)
-    slots = make_slots(block, rows + 1, state_dtype, LENGTH)
-    for x in vars(slots).values():
-        if isinstance(x, torch.Tensor):
-            x.copy_(torch.randn(x.shape, generator=generator))
+    slots = make_slots([block], rows + 1, state_dtype, torch.arange(rows + 1, device=DEVICE) % 3 + 2, LENGTH)[0]
+    for x in tensors(slots).values():
+        x.copy_(torch.randn(x.shape, generator=generator))
     return slots
 
 
-def decode(step: Any, slots: Slots, block: Block, rows: int, steps: int, dtype: torch.dtype) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(2)
-    outputs, start = [], torch.arange(rows, device=DEVICE) % 3 + 2
-    for n in range(steps):
-        x = torch.randn(rows, HIDDEN, generator=generator).to(DEVICE, dtype)
-        outputs.append(step(x, slots, place(block, start + n, dtype)))
+def fused_step(block: Block, x: torch.Tensor, slots: Slots, rotary: Any) -> torch.Tensor:
+    return block.step(x, slots, rotary, None)
+
+
+def plain_step(block: Block, x: torch.Tensor, slots: Slots, rotary: Any) -> torch.Tensor:
+    return block(x, state=slots, return_state=True, positions=rotary, fusion=Fusion()).hidden
+
+
+def decode(step: Any, slots: Slots, block: Block, rows: int, steps: int = 2) -> torch.Tensor:
+    generator, dtype = torch.Generator().manual_seed(2), block.mlp_norm.weight.dtype
+    outputs, settings, position = [], getattr(block.mixer, "rotary", None), torch.arange(rows, device=DEVICE) % 3 + 2
+    used = slots.rows(slice(0, rows))
+    for _ in range(steps):
+        x = torch.randn(rows, 1, HIDDEN, generator=generator).to(DEVICE, dtype)
+        outputs.append(step(block, x, used, settings and settings.at(position[:, None], dtype)))
+        position += 1
+        if isinstance(used, AttentionSlots):
+            used.position.add_(1)
     return torch.stack(outputs)
 
 
 def assert_equal_to_plain(block: Block, rows: int = 1, tolerance: float = 2e-5, state_dtype: torch.dtype = torch.float32) -> None:
-    dtype = block.mlp_norm.weight.dtype
+    assert block.step_obstacle(torch.zeros(1, 1, HIDDEN, device=DEVICE, dtype=block.mlp_norm.weight.dtype)) is None
     ours, theirs = (filled(block, rows, state_dtype) for _ in range(2))
-    expected = decode(lambda *a: plain_step(block, *a), theirs, block, rows, 2, dtype)
-    actual = decode(FusedBlock(block), ours, block, rows, 2, dtype)
+    expected = decode(plain_step, theirs, block, rows)
+    actual = decode(fused_step, ours, block, rows)
     assert (actual - expected).abs().max() <= tolerance * expected.abs().max()
-    for name, x in vars(ours).items():
-        if isinstance(x, torch.Tensor):
-            wanted = getattr(theirs, name)
-            assert (x - wanted).abs().max() <= tolerance * wanted.abs().max(), name
-            assert torch.equal(x[rows:], wanted[rows:]), f"{name} of a slot that is not in use"
+    for (name, x), wanted in zip(tensors(ours).items(), tensors(theirs).values(), strict=True):
+        assert (x - wanted).abs().max() <= tolerance * wanted.abs().max(), name
+        assert torch.equal(x[rows:], wanted[rows:]), f"{name} of a slot that is not in use"
 
 
 @pytest.fixture(autouse=True)
@@ -165,12 +173,10 @@ def test_bfloat16_is_no_further_from_the_truth_than_the_plain_step(rows: int) ->
         block, exact = make(mixer, torch.bfloat16), make(mixer)
         exact.load_state_dict(block.state_dict())
         ours, theirs, true = filled(block, rows, state_dtype), filled(block, rows, state_dtype), filled(exact, rows, torch.float32)
-        for name, x in vars(true).items():
-            if isinstance(x, torch.Tensor):
-                x.copy_(getattr(ours, name))
-        fused = decode(FusedBlock(block), ours, block, rows, 2, torch.bfloat16)
-        plain = decode(lambda *a, b=block: plain_step(b, *a), theirs, block, rows, 2, torch.bfloat16)
-        truth = decode(lambda x, *a, b=exact: plain_step(b, x.float(), *a), true, exact, rows, 2, torch.bfloat16)
+        for name, x in tensors(true).items():
+            x.copy_(getattr(ours, name))
+        fused, plain = decode(fused_step, ours, block, rows), decode(plain_step, theirs, block, rows)
+        truth = decode(lambda b, x, *a, e=exact: plain_step(e, x.float(), *a), true, block, rows)
         assert (fused - truth).norm() <= 1.2 * (plain - truth).norm(), mixer
 
 
@@ -183,25 +189,15 @@ def test_outputs_are_written_everywhere(rows: int, monkeypatch: pytest.MonkeyPat
     assert_equal_to_plain(make("gated_deltanet", head_gate=gate), rows)
 
 
-@here
-def test_the_model_keeps_its_weights_as_views_of_the_stacks() -> None:
-    block = make("gla")
-    before = {name: x.clone() for name, x in block.state_dict().items()}
-    fused = FusedBlock(block)
-    for name, x in block.state_dict().items():
-        assert torch.equal(x, before[name]), name
-    block.mixer.k_proj.weight.zero_()
-    block.mlp.up_proj.weight.zero_()
-    assert (fused.mixer.inputs[24:48] == 0).all()
-    assert (fused.up[40:] == 0).all()
-
-
-def test_what_cannot_be_fused_says_why() -> None:
-    assert unfit(make("gla")) is None
-    assert unfit(make("gla").double()) == "kernels compute in float32, the model is float64"
-    assert unfit(make("gla", head_k_dim=300)) == "keys are at most 256 wide, got 300"
-    adapted = make("gla")
+def test_what_cannot_step_in_kernels_says_why() -> None:
+    x = torch.zeros(1, 1, HIDDEN)
+    assert make("gla").cpu().step_obstacle(x) is None
+    assert make("gla").cpu().double().step_obstacle(x.double()) == "kernels compute in float32, the model is float64"
+    assert make("gla", head_k_dim=300).cpu().step_obstacle(x) == "keys are at most 256 wide, got 300"
+    assert "torch.bfloat16" in str(make("gla").cpu().step_obstacle(x.bfloat16()))
+    adapted = make("gla").cpu()
     adapted.mixer.q_proj = torch.nn.Sequential(adapted.mixer.q_proj)
-    assert unfit(adapted) == "mixer.q_proj is a Sequential, not a plain matrix"
-    with pytest.raises(ValueError, match=r"a layer cannot be fused: mixer\.q_proj is a Sequential, not a plain matrix"):
-        FusedBlock(adapted)
+    assert adapted.step_obstacle(x) == "a part of a GatedLinearAttention block has been replaced"
+    hooked = make("gla").cpu()
+    hooked.mixer.register_forward_hook(lambda *_: None)
+    assert hooked.step_obstacle(x) == "a block has hooks"

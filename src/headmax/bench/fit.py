@@ -21,15 +21,15 @@ from triton.runtime.jit import JITFunction
 from headmax import HeadmaxForCausalLM, recipes
 from headmax.bench.kernels import SPECS
 from headmax.bench.tune import WIDTHS
-from headmax.layers import triton_block
 from headmax.layers.block import Block
-from headmax.layers.decoding import Place, make_slots
 from headmax.layers.norm import WIDEST
+from headmax.layers.triton_block import block_step
 from headmax.layers.triton_conv import short_conv, unit_conv
 from headmax.layers.triton_loss import cross_entropy_rows
 from headmax.layers.triton_norm import read_out, rms_norm
 from headmax.layers.triton_rotary import turned
 from headmax.layers.triton_swiglu import swiglu
+from headmax.models.decoding import make_slots
 from headmax.ops import head_gate, registry, triton_scan, triton_tiles
 from headmax.ops.gated_delta_rule import WIDE_DELTA
 from headmax.ops.head_gate import split_gates
@@ -115,7 +115,6 @@ def compile_only(capability: int) -> dict[str, Compiled]:
     triton.runtime.driver.set_active(Absent(capability))
     JITFunction.run = compile_it
     registry.Lazy.unavailable = lambda *_: None  # type: ignore[method-assign]
-    triton_block.unfit = lambda _: None  # type: ignore[assignment]
     entry = max(size for size in map(int, triton_tiles.TABLE) if size <= SHARED[capability])
     triton_tiles.entry_for = lambda _: str(entry)  # type: ignore[assignment]
     triton_scan.processors = many_processors  # type: ignore[assignment]
@@ -191,9 +190,9 @@ def trained(function: Callable[..., Any], *arguments: Any) -> None:
 def decode(block: Block, rows: int) -> None:
     """One step of a block, on kernels."""
     settings, position = getattr(block.mixer, "rotary", None), torch.zeros(rows, dtype=torch.int64)
-    place = Place(position, {settings: settings and settings.at(position[:, None])}, None)
+    slots = make_slots([block], rows, torch.float32, position)[0]
     x = torch.zeros(rows, block.mlp.down_proj.weight.shape[0], dtype=block.mlp.down_proj.weight.dtype)
-    triton_block.FusedBlock(block)(x, make_slots(block, rows, torch.float32, None), place)
+    block_step(block, x, slots, settings and settings.at(position[:, None]), None)
 
 
 def main(capability: int, dtypes: Sequence[torch.dtype]) -> int:

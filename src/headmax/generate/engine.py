@@ -14,11 +14,10 @@ from headmax.data.tokenizer import encode_text
 from headmax.generate.prefill import prefill
 from headmax.generate.prefix import Fingerprint, PrefixState
 from headmax.generate.sampling import NO_TOKEN, Features, Sampling
-from headmax.generate.step import Path as StepPath
 from headmax.generate.step import Step
 from headmax.generate.text import TextStream
 from headmax.generate.turn import Turn
-from headmax.models import HeadmaxForCausalLM
+from headmax.models import HeadmaxCache, HeadmaxForCausalLM
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,7 @@ class Engine:
     """Continues texts with a model whose weights stay as they are.
 
     On a GPU a whole step, from embedding to sampled token, is one CUDA graph per batch size, a power of two up to `max_batch`:
-    a batch in between runs in the next larger one. The matrices of each layer are stacked for it; the model keeps them as views,
-    so that they are held once. Threads may share an engine: they wait for each other's calls.
+    a batch in between runs in the next larger one. Threads may share an engine: they wait for each other's calls.
     """
 
     def __init__(
@@ -70,7 +68,6 @@ class Engine:
         prefill_chunk: int = 8192,
         max_length: int | None = None,
         tokenizer: Any = None,
-        path: StepPath = "auto",
     ) -> None:
         """
         Args:
@@ -79,7 +76,6 @@ class Engine:
             prefill_chunk: most tokens of prompts in one forward pass.
             max_length: most tokens of a text, prompt included; attention layers need it, recurrent ones have no limit.
             tokenizer: a Hugging Face tokenizer, for prompts, stop strings and completions as text.
-            path: "fused" kernels or an error, the blocks' own forward ("plain"), or "auto": fused where a layer can be.
         """
         if not isinstance(model, HeadmaxForCausalLM):
             raise ValueError(f"model must be a HeadmaxForCausalLM, got {type(model).__name__}")
@@ -95,7 +91,7 @@ class Engine:
         self.max_batch, self.prefill_chunk, self.max_length = max_batch, prefill_chunk, max_length
         self.origin = Fingerprint(model)
         self.turn = Turn()
-        self.step = Step(model, max_batch, state_dtype, max_length, path)
+        self.step = Step(model, max_batch, state_dtype, max_length)
 
     @property
     def fingerprint(self) -> str:
@@ -104,8 +100,7 @@ class Engine:
 
     def state_bytes(self, batch: int = 1) -> int:
         """Memory of so many sequences' states."""
-        tensors = [x for slots in self.step.memory for x in vars(slots).values() if isinstance(x, Tensor)]
-        return sum(x[:batch].numel() * x.element_size() for x in tensors)
+        return HeadmaxCache.on([slots.rows(slice(0, batch)) for slots in self.step.memory]).nbytes()
 
     def encode(self, prompt: str | Sequence[int], start: bool = True) -> Tensor:
         """Token ids [n] of a prompt, on the host; at the `start` of a text with the special tokens that its tokenizer puts there.

@@ -69,7 +69,7 @@ def _read(
     before = torch.empty(0, dtype=torch.int64) if prefix is None else prefix.tokens
     made = []
     for row, prompt in enumerate(prompts):
-        states = tuple(_row(layer.state, row, past + len(prompt)) for layer in cache.layers)
+        states = tuple(_row(layer.to_keep(), row, past + len(prompt)) for layer in cache.layers)
         made.append(PrefixState(torch.cat([before, prompt]), states, logits[row], fingerprint))
     return made
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from headmax import durable
 from headmax.layers.mixers.attention import AttentionState
-from headmax.layers.mixers.base import RecurrentState
+from headmax.layers.mixers.base import RecurrentSlots, RecurrentState
 from headmax.models import HeadmaxCache, HeadmaxForCausalLM
 
 FORMAT = "headmax prefix 1"
@@ -99,8 +99,10 @@ class PrefixState:
 
     @classmethod
     def from_cache(cls, cache: HeadmaxCache, tokens: Tensor, logits: Tensor, model: str | Fingerprint) -> PrefixState:
-        """`cache` after one sequence, `logits` [vocabulary] after its last token, `model` the fingerprint. No copy."""
-        states = tuple(layer.state for layer in cache.layers)
+        """`cache` after one sequence, `logits` [vocabulary] after its last token, `model` the fingerprint."""
+        states = tuple(
+            RecurrentSlots.of(x.state()).state() if isinstance(x := layer.state, RecurrentSlots) else x for layer in cache.layers
+        )
         if any(state is None for state in states) or cache.get_seq_length() != len(tokens):
             raise ValueError(f"cache has seen {cache.get_seq_length()} tokens, tokens are {len(tokens)}")
         return cls(tokens.cpu(), states, logits.float(), model)  # type: ignore[arg-type]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from headmax.layers.fusion import Fusion, intact, wanted
 from headmax.layers.mixers import MixerOutput
+from headmax.layers.mixers.attention import AttentionSlots
+from headmax.layers.mixers.base import RecurrentSlots
 from headmax.layers.mlp import SwiGLU
 from headmax.layers.norm import RMSNorm, residual_norm
 from headmax.layers.padding import Padding
@@ -46,6 +50,28 @@ class Block(GradientCheckpointingLayer):
             return Fusion()
         return Fusion(intact(self.mixer_norm, self.mlp_norm, kind=RMSNorm), self.mixer.fusible(), self.mlp.fusible())  # type: ignore[operator]
 
+    def step_obstacle(self, x: Tensor) -> str | None:
+        """Why one token of each sequence cannot run as five kernels, or None."""
+        if not wanted(self.fused, self.backend, x):
+            return f"fused parts are off, or the model is on {x.device.type}"
+        if (reason := self.mixer.step_obstacle()) is not None:  # type: ignore[operator]
+            return reason
+        if not (intact(self.mixer_norm, self.mlp_norm, kind=RMSNorm) and self.mlp.fusible()):
+            return f"a part of a {type(self.mixer).__name__} block has been replaced"
+        if any(module._forward_hooks or module._forward_pre_hooks for module in (self, self.mixer, self.mlp)):
+            return "a block has hooks"
+        weights = list(self.parameters())
+        if any(isinstance(weight, DTensor) for weight in weights) or {w.dtype for w in weights if w.ndim > 1} != {x.dtype}:
+            return f"weights are sharded, or not all of the dtype that is computed in, {x.dtype}"
+        return "kernels compute in float32, the model is float64" if x.dtype == torch.float64 else None
+
+    @torch.compiler.disable(reason="one token of each sequence runs as kernels that are not to be traced")
+    def step(self, x: Tensor, state: RecurrentSlots | AttentionSlots, positions: Rotary | None, mask: Tensor | None) -> Tensor:
+        """`forward` on x [rows, 1, E] where the fusion has a step: the state moves on in place."""
+        from headmax.layers.triton_block import block_step
+
+        return block_step(self, x.squeeze(1), state, positions, mask).unsqueeze(1)
+
     def forward(
         self,
         x: Tensor,
@@ -59,7 +85,7 @@ class Block(GradientCheckpointingLayer):
         fusion: Fusion | None = None,
     ) -> MixerOutput:
         """As the mixer's. Gates come only if asked for, since what a compiled block returns has a gradient to be filled with zeros."""
-        norms, mixer, mlp = self.fusion(x) if fusion is None else fusion
+        norms, mixer, mlp, _ = self.fusion(x) if fusion is None else fusion
         residual, x = residual_norm(self.mixer_norm, x, None, norms)
         x, state, gates = self.mixer(
             x, state=state, return_state=return_state, positions=positions, packing=packing, mask=mask, fused=mixer

@@ -16,6 +16,8 @@ class Fusion(NamedTuple):
     mixer: bool = False
     """The mixer's projections, convolutions and output norm."""
     mlp: bool = False
+    step: bool = False
+    """All of it, as five kernels for one token of each sequence."""
 
 
 def intact(*modules: nn.Module | None, kind: type[nn.Module] = nn.Linear) -> bool:

@@ -119,10 +119,14 @@ class HeadGate(Initialized):
         if not pairs:
             return None
         if self.source != "head":
-            return torch.cat([w if self.source == "hidden" else torch.block_diag(*w) for _, w in pairs])
+            return torch.cat([self.hidden_rows(w) for _, w in pairs])
         heads = query.shape[0] // pairs[0][1].shape[1]
         products = [w.unflatten(0, (heads, -1)).unsqueeze(-1) * m.unflatten(0, (heads, 1, -1)) for m, w in pairs]
         return torch.cat(products).sum(2).flatten(0, 1)
+
+    def hidden_rows(self, weight: Tensor) -> Tensor:
+        """A gate's weight as a matrix on the hidden state [H,E], where that is what it scores."""
+        return weight if self.source == "hidden" else torch.block_diag(*weight)
 
     def forward(
         self, q: Tensor, k: Tensor, x: Tensor, scores: Tensor | None = None, backend: str = "auto"

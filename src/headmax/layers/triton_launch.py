@@ -1,7 +1,7 @@
 """Kernels that start before the one ahead of them has ended: while it finishes, they load what it does not write.
 
-The kernels that decode a single sequence are so short that their start and their first loads would be a good part of them. Hopper and
-later have "programmatic dependent launch" for this.
+The kernels that decode are so short that their start and their first loads would be a good part of them. Hopper and later have
+"programmatic dependent launch" for this.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from triton.language.extra import cuda
 
 
 @triton.jit
-def after_the_last(EARLY: tl.constexpr):
+def wait_for_previous(EARLY: tl.constexpr):
     """From here on all that earlier kernels wrote is there, and the next kernel may start. What a kernel loads before this must be
     older than the step; what it stores must come after."""
     if EARLY:
@@ -24,7 +24,7 @@ def after_the_last(EARLY: tl.constexpr):
 
 
 @functools.cache
-def early(device: torch.device, rows: int) -> dict[str, bool]:
-    """A launch's arguments for a kernel that calls `after_the_last`."""
-    able = rows == 1 and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+def early(device: torch.device) -> dict[str, bool]:
+    """A launch's arguments for a kernel that calls `wait_for_previous`."""
+    able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
     return {"EARLY": able} | ({"launch_pdl": True} if able else {})

@@ -1,11 +1,13 @@
-"""Products with a matrix in decoding: norm and gates on the way in, residual, convolution on the way out.
+"""Products of decoding: a few rows times several matrices, with norm and gates on the way in; residual, convolution and scores on the way
+out.
 
-For a single row one kernel does all while it reads the matrix. For more, the matrix library does the product, between kernels of ours.
+For a single row a program multiplies and adds; for more it uses the matrix units. Weights are read where the modules have them.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +16,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headmax.layers.triton_launch import after_the_last, early
-from headmax.ops.triton_tiles import processors
+from headmax.layers.triton_launch import early, wait_for_previous
+from headmax.ops.launch import launch
+from headmax.ops.triton_tiles import cdiv, power_of_2, processors
 
 TILE = 16_384
-"""Entries of the matrix a program holds at once."""
+"""Entries of the matrices that a program for a single row holds at once."""
+MOST_MATRICES = 8
+SHARED = 96 * 1024
+"""Bytes of shared memory that a program's tiles may take."""
 
 
 @dataclass(frozen=True)
@@ -31,241 +37,303 @@ class Input:
     eps: float = 1e-6
     groups: int = 1
     swish: Tensor | None = None
-    """[rows, width]"""
+    """[rows, width], rows of any stride."""
     read: Tensor | None = None
-    """[rows, heads], a factor for each of as many equal parts."""
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """As every kernel here takes them."""
-        return {
-            "x": self.x,
-            "norm": self.norm,
-            "swish": self.swish,
-            "read": self.read,
-            "eps": self.eps,
-            "K": self.x.shape[1],
-            "GROUPS": 1 if self.norm is None else self.groups,
-            "HEADS": 1 if self.read is None else self.read.shape[1],
-        }
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Scores of the gates from convolved queries and keys: sums over a part of a head's channels each, which their reader adds up."""
-
-    weight: Tensor
-    """[value heads to a key head, channels of all queries and keys]"""
-    head: int
-    """Channels of a head."""
-    sums: Tensor
-    """[rows, 2 * value heads, head / part]: of queries, then of keys."""
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """As every kernel here takes them."""
-        (times, scored), part = self.weight.shape, self.head // self.sums.shape[2]
-        return {"score": self.weight, "sums": self.sums, "TIMES": times, "HEAD": self.head, "SCORED": scored, "PART": part}
-
-
-NO_SCORES = {"score": None, "sums": None, "TIMES": 1, "HEAD": 1, "SCORED": 0, "PART": 1}
-
-
-def score_part(head: int, width: int) -> int:
-    """How many channels are summed up where they are made, from inputs of `width`: a power of two, heads being made of whole parts."""
-    return max(1, min(16, head & -head, TILE // triton.next_power_of_2(width)))
+    """[rows, heads], a factor for each head's part of x."""
+    squares: Tensor | None = None
+    """[rows, heads, parts] sums of squares over parts of each head, of an x that is made of heads."""
 
 
 @dataclass(frozen=True)
 class Convolution:
-    """A short causal convolution and its silu over the first channels of a product."""
+    """Short causal convolutions and their silu over the first products."""
 
-    taps: Tensor
-    """[channels, width]"""
+    taps: Sequence[Tensor]
+    """[channels, width] for each of queries, keys and values."""
     past: Tensor
-    """[rows, width - 1, channels] the last inputs, moved on in place."""
-    scores: Scores | None = None
+    """[rows, width - 1, channels of all] the last inputs, moved on in place."""
 
-    @property
-    def scoring(self) -> dict[str, Any]:
-        """What every kernel here takes of the scores."""
-        return NO_SCORES if self.scores is None else self.scores.arguments
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores of the head gates from queries and keys, the first two products: sums over parts of a head, which their reader adds up."""
+
+    read: Tensor | None
+    """[value heads, channels of a head]"""
+    write: Tensor | None
+    key_heads: int
+    sums: Tensor
+    """[rows, 2, value heads, parts]: of queries, then of keys."""
+
+
+def score_part(head: int) -> int:
+    """How many channels of a head are summed up where they are made: a power of two that divides its width."""
+    return min(16, head & -head)
 
 
 @triton.jit
-def entries(x, norm, swish, read, column, channel, inside, K: tl.constexpr, HEADS: tl.constexpr):
-    """x as it is, and x times everything but the norm's own factor; `channel` counts within a group of the norm."""
+def pick(block, weights, OUTPUTS: tl.constexpr, BN: tl.constexpr):
+    """Of a block of BN outputs: its matrix, that one's outputs, the block's number in it, and how many outputs come before the matrix."""
+    weight, outputs, number, before = weights[0], block * 0 + OUTPUTS[0], block, block * 0
+    FIRST: tl.constexpr = (OUTPUTS[0] + BN - 1) // BN
+    BEFORE: tl.constexpr = OUTPUTS[0]
+    for i in tl.static_range(1, len(OUTPUTS)):
+        if block >= FIRST:
+            weight, outputs, number, before = weights[i], block * 0 + OUTPUTS[i], block - FIRST, block * 0 + BEFORE
+        FIRST += (OUTPUTS[i] + BN - 1) // BN
+        BEFORE += OUTPUTS[i]
+    return weight, outputs, number, before
+
+
+@triton.jit
+def factors(x, norm, swish, column, inside, channel, in_norm):
+    """x as it is, and x times everything but the norm's own factor and the read gate; `channel` counts within a group of the norm."""
     value = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
-    made = value
+    product = value
     if norm is not None:
-        made *= tl.load(norm + channel, mask=inside, other=0.0).to(tl.float32)
+        product *= tl.load(norm + channel, mask=in_norm, other=0.0).to(tl.float32)
     if swish is not None:
         gate = tl.load(swish + column, mask=inside, other=0.0).to(tl.float32)
-        made *= gate * tl.sigmoid(gate)
-    if read is not None:
-        made *= tl.load(read + column // (K // HEADS), mask=inside, other=0.0)
-    return value, made
+        product *= gate * tl.sigmoid(gate)
+    return value, product
 
 
 @triton.jit
-def convolved(y, taps, past, channel, inside, C: tl.constexpr, W: tl.constexpr):
-    """silu(Σ_i taps_i input_i) with y as the last input; the past moves on by one, each slot read by all before one writes it."""
-    slots = past + channel
-    total = y * tl.load(taps + channel * W + W - 1, mask=inside, other=0.0).to(tl.float32)
+def convolve(y, taps, past, n, channel, rows, inside, C: tl.constexpr, W: tl.constexpr):
+    """silu(Σ_i taps_i input_i) with y [rows, outputs] as the last input; the past moves on by one."""
+    slots = past + rows[:, None].to(tl.int64) * ((W - 1) * C) + channel[None, :]
+    total = y * tl.load(taps + n * W + W - 1, mask=channel < C, other=0.0).to(tl.float32)[None, :]
     for i in tl.static_range(W - 1):
-        before = tl.load(slots + i * C, mask=inside, other=0.0).to(tl.float32)
-        total += before * tl.load(taps + channel * W + i, mask=inside, other=0.0).to(tl.float32)
-    tl.debug_barrier()
-    for i in tl.static_range(W - 2):
-        later = tl.load(slots + (i + 1) * C, mask=inside, other=0.0)
-        tl.debug_barrier()
-        tl.store(slots + i * C, later, mask=inside)
+        earlier = tl.load(slots + i * C, mask=inside, other=0.0)
+        total += earlier.to(tl.float32) * tl.load(taps + n * W + i, mask=channel < C, other=0.0).to(tl.float32)[None, :]
+        tl.debug_barrier()  # every thread has read a slot before one writes it
+        if i > 0:
+            tl.store(slots + (i - 1) * C, earlier, mask=inside)
     tl.store(slots + (W - 2) * C, y.to(past.dtype.element_ty), mask=inside)
     return total * tl.sigmoid(total)
 
 
 @triton.jit
-def score_sums(
-    y, first, score, sums, TIMES: tl.constexpr, HEAD: tl.constexpr, SCORED: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr
-):
-    """Sums of the scores' terms over every PART of y [WIDTH], which are channels `first` and on."""
-    channel = first + tl.arange(0, WIDTH)
-    start = first + PART * tl.arange(0, WIDTH // PART)
+def store_scores(
+    y, weight, sums, n, first, outputs, rows, M, BN: tl.constexpr, BM: tl.constexpr, TIMES: tl.constexpr, HEAD: tl.constexpr,
+    PART: tl.constexpr, KEY_HEADS: tl.constexpr,
+):  # fmt: skip
+    """Sums of the scores' terms over every PART of y [BM, BN], which are channels `first` and on of all key heads."""
+    PARTS: tl.constexpr = HEAD // PART
+    start = first + PART * tl.arange(0, BN // PART)
     for i in tl.static_range(TIMES):
-        terms = y * tl.load(score + i * SCORED + channel, mask=channel < SCORED, other=0.0).to(tl.float32)
-        at = (start // HEAD * TIMES + i) * (HEAD // PART) + start % HEAD // PART
-        tl.store(sums + at, tl.sum(tl.reshape(terms, [WIDTH // PART, PART]), 1), mask=start < SCORED)
+        score = tl.load(weight + (n // HEAD * TIMES + i) * HEAD + n % HEAD, mask=n < outputs, other=0.0).to(tl.float32)
+        at = (start // HEAD * TIMES + i) * PARTS + start % HEAD // PART
+        terms = tl.sum(tl.reshape(y * score[None, :], [BM, BN // PART, PART]), 2)
+        where = sums + rows[:, None] * (2 * KEY_HEADS * TIMES * PARTS) + at[None, :]
+        tl.store(where, terms, mask=(rows < M)[:, None] & (start < outputs)[None, :])
 
 
 @triton.jit
-def linear_row_kernel(
-    x, norm, swish, read, weight, residual, taps, past, score, sums, out, eps,
-    N: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
-    TIMES: tl.constexpr, HEAD: tl.constexpr, SCORED: tl.constexpr, PART: tl.constexpr,
+def finish(
+    y, residual, taps, past, score, sums, out, number, before, outputs, rows, M, N,
+    OUTPUTS: tl.constexpr, C: tl.constexpr, W: tl.constexpr, TIMES: tl.constexpr, HEAD: tl.constexpr, PART: tl.constexpr,
+    KEY_HEADS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """What becomes of products y [BM, BN]: residual, convolution, scores. Stores them in out [M, N]."""
+    n = number * BN + tl.arange(0, BN)
+    inside = (rows < M)[:, None] & (n < outputs)[None, :]
+    at = rows[:, None].to(tl.int64) * N + (before + n)[None, :]
+    if residual is not None:
+        y += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+    if C > 0:
+        own = taps[0]
+        if before >= OUTPUTS[0]:
+            own = taps[1]
+        if before >= OUTPUTS[0] + OUTPUTS[1]:
+            own = taps[2]
+        convolved = convolve(y, own, past, n, before + n, rows, inside & (before + n < C)[None, :], C, W)
+        y = tl.where((before + n < C)[None, :], convolved, y)
+    if score[0] is not None:
+        if before < OUTPUTS[0]:
+            store_scores(y, score[0], sums, n, number * BN, outputs, rows, M, BN, BM, TIMES, HEAD, PART, KEY_HEADS)
+    if score[1] is not None:
+        if (before >= OUTPUTS[0]) & (before < OUTPUTS[0] + OUTPUTS[1]):
+            keys = sums + KEY_HEADS * TIMES * (HEAD // PART)
+            store_scores(y, score[1], keys, n, number * BN, outputs, rows, M, BN, BM, TIMES, HEAD, PART, KEY_HEADS)
+    tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def row_kernel(
+    x, norm, swish, read, w0, w1, w2, w3, w4, w5, w6, w7, residual, t0, t1, t2, past, read_weight, write_weight, sums, out, N, eps,
+    OUTPUTS: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
+    TIMES: tl.constexpr, HEAD: tl.constexpr, PART: tl.constexpr, KEY_HEADS: tl.constexpr,
     PAIR: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr, BC: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """BN outputs of the row from BN rows of the matrix [N, K] seen as [N, GROUPS, K / GROUPS]; as a pair, silu(first half) * second."""
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    """BN outputs of a single row from BN rows of a matrix [outputs, K] seen as [outputs, GROUPS, K / GROUPS]."""
+    if PAIR:
+        weight, outputs, number, before = w0, OUTPUTS[0], tl.program_id(0), tl.program_id(0) * 0
+    else:
+        weight, outputs, number, before = pick(tl.program_id(0), (w0, w1, w2, w3, w4, w5, w6, w7), OUTPUTS, BN)
+    n = number * BN + tl.arange(0, BN)
     group, channel = tl.arange(0, BG)[:, None], tl.arange(0, BC)[None, :]
     SIZE: tl.constexpr = K // GROUPS
     column, inside = group * SIZE + channel, (group < GROUPS) & (channel < SIZE)
     at = n.to(tl.int64)[:, None, None] * K + column[None, :, :]
-    whole = (n < N)[:, None, None] & inside[None, :, :]
+    whole = (n < outputs)[:, None, None] & inside[None, :, :]
     first = tl.load(weight + at, mask=whole, other=0.0)  # asked for before anything else: it comes from farthest
     if PAIR:
-        second = tl.load(weight + N * K + at, mask=whole, other=0.0)
-    after_the_last(EARLY)
-    value, made = entries(x, norm, swish, read, column, channel, inside, K, HEADS)
-    if norm is not None:
-        made *= tl.rsqrt(tl.sum(value * value, 1) / SIZE + eps)[:, None]
-    y = tl.sum(tl.sum(first.to(tl.float32) * made[None, :, :], 2), 1)
-    if PAIR:
-        y = y * tl.sigmoid(y) * tl.sum(tl.sum(second.to(tl.float32) * made[None, :, :], 2), 1)
-    if residual is not None:
-        y += tl.load(residual + n, mask=n < N, other=0.0).to(tl.float32)
-    if taps is not None:
-        y = tl.where(n < C, convolved(y, taps, past, n, n < C, C, W), y)
-    if score is not None:
-        score_sums(y, tl.program_id(0) * BN, score, sums, TIMES, HEAD, SCORED, BN, PART)
-    tl.store(out + n, y.to(out.dtype.element_ty), mask=n < N)
-
-
-@triton.jit
-def input_kernel(
-    x, norm, swish, read, out, x_stride, swish_stride, eps,
-    K: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr, BG: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
-    """One row of the input by itself, for the matrix library."""
-    row, group, channel = tl.program_id(0), tl.arange(0, BG)[:, None], tl.arange(0, BC)[None, :]
-    SIZE: tl.constexpr = K // GROUPS
-    column, inside = group * SIZE + channel, (group < GROUPS) & (channel < SIZE)
-    if swish is not None:
-        swish += row * swish_stride
+        second = tl.load(w1 + at, mask=whole, other=0.0)
+    wait_for_previous(EARLY)
+    value, product = factors(x, norm, swish, column, inside, channel, channel < SIZE)
     if read is not None:
-        read += row * HEADS
-    value, made = entries(x + row * x_stride, norm, swish, read, column, channel, inside, K, HEADS)
+        product *= tl.load(read + column // (K // HEADS), mask=inside, other=0.0)
     if norm is not None:
-        made *= tl.rsqrt(tl.sum(value * value, 1) / SIZE + eps)[:, None]
-    tl.store(out + row * K + column, made.to(out.dtype.element_ty), mask=inside)
+        product *= tl.rsqrt(tl.sum(value * value, 1) / SIZE + eps)[:, None]
+    y = tl.sum(tl.sum(first.to(tl.float32) * product[None, :, :], 2), 1)
+    if PAIR:
+        y = y * tl.sigmoid(y) * tl.sum(tl.sum(second.to(tl.float32) * product[None, :, :], 2), 1)
+    finish(
+        y[None, :], residual, (t0, t1, t2), past, (read_weight, write_weight), sums, out, number, before, outputs, tl.arange(0, 1), 1, N,
+        OUTPUTS, C, W, TIMES, HEAD, PART, KEY_HEADS, 1, BN,
+    )  # fmt: skip
 
 
 @triton.jit
-def convolution_kernel(
-    y, taps, past, score, sums, y_stride, sums_stride,
-    C: tl.constexpr, W: tl.constexpr, TIMES: tl.constexpr, HEAD: tl.constexpr, SCORED: tl.constexpr, PART: tl.constexpr, BC: tl.constexpr,
+def rows_kernel(
+    x, norm, swish, read, squares, w0, w1, w2, w3, w4, w5, w6, w7, residual, t0, t1, t2, past, read_weight, write_weight, sums, out, N, eps,
+    x_stride, swish_stride, M,
+    OUTPUTS: tl.constexpr, K: tl.constexpr, HEADS: tl.constexpr, JOINT: tl.constexpr, PARTS: tl.constexpr, C: tl.constexpr,
+    W: tl.constexpr, TIMES: tl.constexpr, HEAD: tl.constexpr, PART: tl.constexpr, KEY_HEADS: tl.constexpr,
+    PAIR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr, PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The convolution of one row's first channels by itself, in place."""
-    row, channel = tl.program_id(1), tl.program_id(0) * BC + tl.arange(0, BC)
-    inside, at = channel < C, y + row * y_stride + channel
-    past += row.to(tl.int64) * (W - 1) * C
-    made = convolved(tl.load(at, mask=inside, other=0.0).to(tl.float32), taps, past, channel, inside, C, W)
-    tl.store(at, made.to(y.dtype.element_ty), mask=inside)
-    if score is not None:
-        score_sums(made, tl.program_id(0) * BC, score, sums + row * sums_stride, TIMES, HEAD, SCORED, BC, PART)
+    """BN outputs of BM rows. An x of heads has the sums of its squares beside it; of any other they are made on the way."""
+    if PAIR:
+        weight, outputs, number, before = w0, OUTPUTS[0], tl.program_id(0), tl.program_id(0) * 0
+    else:
+        weight, outputs, number, before = pick(tl.program_id(0), (w0, w1, w2, w3, w4, w5, w6, w7), OUTPUTS, BN)
+    n, rows = number * BN + tl.arange(0, BN), tl.program_id(1) * BM + tl.arange(0, BM)
+    SIZE: tl.constexpr = K // HEADS
+    STEPS: tl.constexpr = (SIZE + BK - 1) // BK
+    there = rows < M
+    y, y_2, total = tl.zeros([BM, BN], tl.float32), tl.zeros([BM, BN], tl.float32), tl.zeros([BM], tl.float32)
+    wait_for_previous(EARLY)
+    if squares is not None:
+        part = tl.arange(0, BP)
+        if JOINT:
+            for head in range(HEADS):
+                p_squares = squares + (rows[:, None] * HEADS + head) * PARTS + part[None, :]
+                total += tl.sum(tl.load(p_squares, mask=there[:, None] & (part < PARTS)[None, :], other=0.0), 1)
+            total = tl.rsqrt(total / K + eps)
+    for step in range(HEADS * STEPS):
+        head, start = step // STEPS, step % STEPS * BK
+        channel = start + tl.arange(0, BK)
+        inside, column = channel < SIZE, head * SIZE + channel
+        at = n.to(tl.int64)[:, None] * K + column[None, :]
+        t_w = tl.load(weight + at, mask=(n < outputs)[:, None] & inside[None, :], other=0.0)  # [BN, BK]
+        p_x, p_swish = x + rows[:, None] * x_stride, swish
+        if swish is not None:
+            p_swish = swish + rows[:, None] * swish_stride
+        of_norm = column if JOINT else channel
+        value, product = factors(
+            p_x, norm, p_swish, column[None, :], there[:, None] & inside[None, :], of_norm[None, :], inside[None, :]
+        )  # [BM, BK]
+        if squares is None:
+            if norm is not None:
+                total += tl.sum(value * value, 1)
+        else:
+            factor = there.to(tl.float32)
+            if norm is not None:
+                if JOINT:
+                    factor = total
+                else:
+                    p_squares = squares + (rows[:, None] * HEADS + head) * PARTS + part[None, :]
+                    sum_of_head = tl.sum(tl.load(p_squares, mask=there[:, None] & (part < PARTS)[None, :], other=0.0), 1)
+                    factor = tl.rsqrt(sum_of_head / SIZE + eps)
+            if read is not None:
+                factor *= tl.load(read + rows * HEADS + head, mask=there, other=0.0)
+            product *= factor[:, None]
+        product = product.to(t_w.dtype)
+        y = tl.dot(product, tl.trans(t_w), y, input_precision=PRECISION)
+        if PAIR:
+            t_w2 = tl.load(w1 + at, mask=(n < outputs)[:, None] & inside[None, :], other=0.0)  # [BN, BK]
+            y_2 = tl.dot(product, tl.trans(t_w2), y_2, input_precision=PRECISION)
+    if squares is None:
+        if norm is not None:
+            factor = tl.rsqrt(total / K + eps)[:, None]
+            y *= factor
+            y_2 *= factor
+    if PAIR:
+        y = y * tl.sigmoid(y) * y_2
+    finish(
+        y, residual, (t0, t1, t2), past, (read_weight, write_weight), sums, out, number, before, outputs, rows, M, N,
+        OUTPUTS, C, W, TIMES, HEAD, PART, KEY_HEADS, BM, BN,
+    )  # fmt: skip
 
 
-def prepare(source: Input, dtype: torch.dtype) -> Tensor:
-    """The input by itself, [rows, width]."""
-    x, arguments = source.x, source.arguments
-    out = x.new_empty(x.shape, dtype=dtype)
-    groups: int = arguments["GROUPS"]
-    sizes = {"BG": triton.next_power_of_2(groups), "BC": triton.next_power_of_2(x.shape[1] // groups)}
-    strides = {"x_stride": x.stride(0), "swish_stride": 0 if source.swish is None else source.swish.stride(0)}
-    input_kernel[(x.shape[0],)](out=out, **arguments, **strides, **sizes, num_warps=4 if x.shape[1] <= 4096 else 8)
-    return out
+def row_tile(outputs: int, width: int, groups: int, pair: bool, part: int, device: torch.device) -> dict[str, int]:
+    """A program or more for every processor, whose weights are all under way at once."""
+    sizes = {"BG": power_of_2(groups), "BC": power_of_2(width // groups)}
+    whole, share = sizes["BG"] * sizes["BC"], max(1, outputs // processors(device))
+    block = max(part, 1, min(1 << round(math.log2(share)), TILE // (2 if pair else 1) // whole))
+    return sizes | {"BN": block, "num_warps": 4 if block * whole <= TILE // 2 else 8}
+
+
+def rows_tile(rows: int, outputs: int, width: int, part: int, sizes: tuple[int, int], device: torch.device) -> dict[str, int]:
+    """Tiles for the matrix units: small ones, so that every processor has one. `sizes` are the bytes of an input and of a weight."""
+    height, columns = min(64, max(16, power_of_2(rows))), max(part, 32 if outputs >= 64 * processors(device) else 16)
+    depth = min(128, max(16, power_of_2(width)))
+    while depth > 16 and 2 * depth * (height * sizes[0] + columns * sizes[1]) > SHARED:
+        depth //= 2
+    stages = SHARED // (depth * (height * sizes[0] + columns * sizes[1]))
+    return {"BM": height, "BN": columns, "BK": depth, "num_warps": 4, "num_stages": max(1, min(4, stages))}
 
 
 def linear(
     source: Input,
-    weight: Tensor,
+    weights: Sequence[Tensor],
     *,
     residual: Tensor | None = None,
     convolution: Convolution | None = None,
+    scores: Scores | None = None,
     pair: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """source @ weight.T [rows, N] in `dtype` (the matrix's unless given), plus `residual`, or convolved.
-
-    A `pair` is silu(first half) * second half.
+    """source @ weight.T for each of up to MOST_MATRICES weights [outputs, width], side by side: [rows, all outputs] in `dtype` (the
+    weights' unless given), plus `residual`, or convolved and scored. A `pair` of weights gives silu(first) * second.
     """
-    rows, width = source.x.shape
-    dtype = weight.dtype if dtype is None else dtype
-    if rows > 1:
-        return _by_library(source, weight, residual, convolution, pair, dtype)
-    outputs = weight.shape[0] // (2 if pair else 1)
-    out = source.x.new_empty(1, outputs, dtype=dtype)
-    arguments = source.arguments | {"weight": weight, "residual": residual, "taps": None, "past": None, "out": out}
-    arguments |= {"N": outputs, "C": 0, "W": 0, "PAIR": pair} | NO_SCORES
+    x, (rows, width), device = source.x, source.x.shape, weights[0].device
+    outputs = tuple(len(weight) for weight in weights[: 1 if pair else None])
+    out = x.new_empty(rows, sum(outputs), dtype=weights[0].dtype if dtype is None else dtype)
+    constants: dict[str, Any] = {"OUTPUTS": outputs, "K": width}
+    taps: Sequence[Tensor | None] = (None, None, None)
+    past, shape = None, {"C": 0, "W": 0}
     if convolution is not None:
         taps, past = convolution.taps, convolution.past
-        arguments |= {"taps": taps, "past": past, "C": taps.shape[0], "W": taps.shape[1]} | convolution.scoring
-    groups: int = arguments["GROUPS"]
-    sizes = {"BG": triton.next_power_of_2(groups), "BC": triton.next_power_of_2(width // groups)}
-    whole = sizes["BG"] * sizes["BC"]
-    share = max(1, outputs // processors(weight.device))  # a program or more for every processor
-    block = max(1, min(1 << round(math.log2(share)), TILE // (2 if pair else 1) // whole))
-    block = max(block, arguments["PART"])
-    warps = 4 if block * whole <= TILE // 2 else 8
-    grid = (triton.cdiv(outputs, block),)
-    linear_row_kernel[grid](**arguments, **sizes, BN=block, num_warps=warps, **early(weight.device, rows))
-    return out
-
-
-def _by_library(
-    source: Input, weight: Tensor, residual: Tensor | None, convolution: Convolution | None, pair: bool, dtype: torch.dtype
-) -> Tensor:
-    bare = source.norm is source.swish is source.read is None and source.x.dtype == weight.dtype
-    made = source.x if bare else prepare(source, weight.dtype)
-    if residual is not None:
-        return residual.addmm_(made, weight.T)  # in place: nobody reads it again
-    widen = dtype != weight.dtype and made.is_cuda  # the matrix units sum in float32 anyway, and need not round it
-    out = torch.mm(made, weight.T, out_dtype=dtype) if widen else torch.mm(made, weight.T).to(dtype)
-    if pair:
-        half = weight.shape[0] // 2
-        return prepare(Input(out[:, half:], swish=out[:, :half]), dtype)
-    if convolution is not None:
-        (channels, width), sums = convolution.taps.shape, convolution.scoring["sums"]
-        strides = {"y_stride": out.stride(0), "sums_stride": 0 if sums is None else sums.stride(0)}
-        grid = (triton.cdiv(channels, 256), out.shape[0])
-        convolution_kernel[grid](out, convolution.taps, convolution.past, **convolution.scoring, **strides, C=channels, W=width, BC=256)
+        shape = {"C": past.shape[2], "W": past.shape[1] + 1}
+    judged: tuple[Tensor | None, Tensor | None] = (None, None)
+    sums, part = None, 1
+    shape |= {"TIMES": 1, "HEAD": 1, "PART": 1, "KEY_HEADS": 1}
+    if scores is not None:
+        judged, sums = (scores.read, scores.write), scores.sums
+        part = score_part(outputs[0] // scores.key_heads)
+        head = {"TIMES": sums.shape[2] // scores.key_heads, "HEAD": outputs[0] // scores.key_heads}
+        shape |= head | {"PART": part, "KEY_HEADS": scores.key_heads}
+    matrices = (*weights, *[None] * (MOST_MATRICES - len(weights)))
+    after = (residual, *taps, past, *judged, sums, out, sum(outputs), source.eps)
+    if rows == 1:
+        groups = 1 if source.norm is None else source.groups
+        heads = 1 if source.read is None else source.read.shape[1]
+        tile = row_tile(sum(outputs), width, groups, pair, part, device)
+        arguments = (x, source.norm, source.swish, source.read, *matrices, *after)
+        blocks = sum(cdiv(n, tile["BN"]) for n in outputs)
+        launch(row_kernel, (blocks,), arguments,
+               constants | {"GROUPS": groups, "HEADS": heads} | shape | {"PAIR": pair} | tile | early(device))  # fmt: skip
+        return out
+    heads, parts = (1, 1) if source.squares is None else source.squares.shape[1:]
+    sizes = x.element_size() + (0 if source.swish is None else source.swish.element_size()), weights[0].element_size() * (1 + pair)
+    tile = rows_tile(rows, sum(outputs), width // heads, part, sizes, device)
+    strides = (x.stride(0), 0 if source.swish is None else source.swish.stride(0), rows)
+    joint = source.groups == 1 and heads > 1
+    how = {"HEADS": heads, "JOINT": joint, "PARTS": parts} | shape | {"PAIR": pair, "BP": power_of_2(parts), "PRECISION": "ieee"}
+    grid = (sum(cdiv(n, tile["BN"]) for n in outputs), cdiv(rows, tile["BM"]))
+    arguments = (x, source.norm, source.swish, source.read, source.squares, *matrices, *after, *strides)
+    launch(rows_kernel, grid, arguments, constants | how | tile | early(device))
     return out

@@ -10,11 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 from headmax.layers.rotary import Rotary
-from headmax.layers.triton_launch import after_the_last, early
-from headmax.ops.gated_delta_rule.triton_step import add_both, gated_delta_rule_step
-from headmax.ops.gla.triton_step import gla_step
-from headmax.ops.linear_attention.triton_step import linear_attention_step
-from headmax.ops.triton_tiles import processors
+from headmax.layers.triton_launch import early, wait_for_previous
+from headmax.ops.launch import launch
+from headmax.ops.triton_step import add_both, advance, unit_length, value_tile
+from headmax.ops.triton_tiles import cdiv, power_of_2
 
 
 @triton.jit
@@ -41,7 +40,7 @@ def feature(x, inside, FEATURE: tl.constexpr):
         powers = tl.exp(x - tl.max(x, 0))
         return powers / tl.sum(powers, 0)
     elif FEATURE == "unit_length":
-        return x * tl.rsqrt(tl.sum(x * x, 0) + 1e-6)
+        return unit_length(x)
     else:
         return x
 
@@ -84,7 +83,7 @@ def own_gates(
 
 @triton.jit
 def mixer_step_kernel(
-    projected, sums, state, out, read_out, cos, sin, decay_weight, decay_bias,
+    projected, sums, state, out, read_out, squares, cos, sin, decay_weight, decay_bias,
     stride, temperature, gate_scale, normalizer, scale,
     Q: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, DECAYS: tl.constexpr, BETAS: tl.constexpr,
     READS: tl.constexpr, WRITES: tl.constexpr,
@@ -100,18 +99,15 @@ def mixer_step_kernel(
     there = inside[:, None] & (column[None, :] < V)
     at, other = key_head * K + channel, key_head * K + (channel + K // 2) % K
     # what no kernel of this step writes is asked for first, since it comes from farthest, and not touched yet
-    memory = tl.load(tile, mask=there, other=0.0)
+    memory = tl.load(tile, mask=there, other=0.0)  # [BK, BV]
     if DECAY == "channel":
         ranks = tl.arange(0, BR)
-        bias = tl.load(decay_bias + at, mask=inside, other=0.0)
-        rise = tl.load(
-            decay_weight + ranks[:, None] * KEY_HEADS * K + at[None, :], mask=(ranks[:, None] < RANK) & inside[None, :], other=0.0
-        )
-    elif DECAY != "none":
-        bias = tl.load(decay_bias + head)
-        if DECAY == "delta":
-            rise = tl.load(decay_weight + head)
-    after_the_last(EARLY)
+        bias = tl.load(decay_bias + at, mask=inside, other=0.0)  # [BK]
+        in_rank = (ranks[:, None] < RANK) & inside[None, :]
+        rise = tl.load(decay_weight + at[None, :] * RANK + ranks[:, None], mask=in_rank, other=0.0)  # [BR, BK]
+    elif DECAY == "delta":
+        bias, rise = tl.load(decay_bias + head), tl.load(decay_weight + head)
+    wait_for_previous(EARLY)
     row = projected + sequence * stride
     v = tl.load(row + VALUES + head * V + column, mask=column < V, other=0.0).to(tl.float32)
     q = tl.load(row + Q + at, mask=inside, other=0.0).to(tl.float32)
@@ -137,33 +133,24 @@ def mixer_step_kernel(
         read = 1.0
     q = featured(q, channel, inside, cos, sin, q_other, K, FEATURE)
     k = featured(k, channel, inside, cos, sin, k_other, K, FEATURE)
-    read *= scale
-    memory = memory.to(tl.float32)
-
-    if DECAY == "none":
-        memory, o = linear_attention_step(memory, q, k, v, 1.0, read, write)
-    elif DECAY == "head":
-        memory, o = linear_attention_step(memory, q, k, v, tl.exp(bias.to(tl.float32)), read, write)
+    decay, beta = 1.0, 1.0
+    if DECAY == "retnet":
+        decay = 1.0 - tl.exp2(-5.0 - head)
     elif DECAY == "channel":
         low = tl.load(row + DECAYS + ranks, mask=ranks < RANK, other=0.0).to(tl.float32)
         x = bias.to(tl.float32) + tl.sum(low[:, None] * rise.to(tl.float32), 0)
         log_sigmoid = tl.minimum(x, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(x)))
-        memory, o = gla_step(memory, q, k, v, tl.exp(log_sigmoid / normalizer), read, write)
-    else:
+        decay = tl.exp(log_sigmoid / normalizer)
+    elif DECAY == "delta":
         x = tl.load(row + DECAYS + head).to(tl.float32) + bias.to(tl.float32)
         softplus = tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
+        decay = tl.exp(-tl.exp(rise.to(tl.float32)) * softplus)
         beta = tl.sigmoid(tl.load(row + BETAS + head).to(tl.float32))
-        memory, o = gated_delta_rule_step(memory, q, k, v, tl.exp(-tl.exp(rise.to(tl.float32)) * softplus), beta, read, write)
+    memory, o = advance(memory.to(tl.float32), q, k, v, decay, beta, read * scale, write, DECAY)
     tl.store(tile, memory.to(state.dtype.element_ty), mask=there)
     tl.store(out + (sequence * H + head) * V + column, o, mask=column < V)
-
-
-def tiles(states: int, value: int, device: torch.device) -> tuple[int, int]:
-    """Value channels of a program, and its warps: as many channels as leave every processor two programs."""
-    width = min(64, max(16, triton.next_power_of_2(value)))
-    while width > 16 and states * triton.cdiv(value, width) < 2 * processors(device):
-        width //= 2
-    return width, 1 if width == 16 else 4
+    if squares is not None:
+        tl.store(squares + (sequence * H + head) * tl.num_programs(0) + tl.program_id(0), tl.sum(o * o, 0))
 
 
 def mixer_step(
@@ -172,41 +159,32 @@ def mixer_step(
     state: Tensor,
     key_heads: int,
     rotary: Rotary | None,
-    starts: dict[str, int],
-    arguments: dict[str, Any],
-) -> tuple[Tensor, Tensor | None]:
-    """What every head reads [rows, H * V] in float32, and the read gates [rows, H] where they come after the norm.
+    decay: tuple[Tensor | None, Tensor | None],
+    numbers: tuple[float, float, float],
+    constants: dict[str, Any],
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """What every head reads [rows, H * V] in float32, the read gates [rows, H] where they come after the norm, and, for several rows, the
+    sums of o's squares [rows, H, parts].
 
-    `projected` [rows, ...] holds the parts of a row where `starts` says, `sums` [rows, 2 H, parts] the gates' scores if that does not;
-    `state` [rows, H, K, V] moves on in place.
+    Args:
+        projected: [rows, ...], the parts of a row where the constants say.
+        sums: [rows, 2, H, parts], the gates' scores, if `projected` does not hold them.
+        state: [rows, H, K, V], moved on in place.
+        decay: weight and bias of what the decay is made from.
+        numbers: temperature and scale of the gates, and what divides log-decays.
     """
     rows, heads, key, value = state.shape
+    width, warps = value_tile(rows * heads, value, state.device)
+    blocks, parts = cdiv(value, width), 1 if sums is None else sums.shape[3]
     out = projected.new_empty(rows, heads * value, dtype=torch.float32)
-    read = out.new_empty(rows, heads) if arguments["READ"] == "after_norm" else None
-    parts = 1 if sums is None else sums.shape[2]
-    width, warps = tiles(rows * heads, value, state.device)
-    mixer_step_kernel[(triton.cdiv(value, width), heads, rows)](
-        projected,
-        sums,
-        state,
-        out,
-        read,
-        cos=None if rotary is None else rotary.cos,
-        sin=None if rotary is None else rotary.sin,
-        stride=projected.stride(0),
-        H=heads,
-        KEY_HEADS=key_heads,
-        K=key,
-        V=value,
-        BK=max(16, triton.next_power_of_2(key)),
-        BV=width,
-        BH=triton.next_power_of_2(heads),
-        PARTS=parts,
-        BP=triton.next_power_of_2(parts),
-        BR=triton.next_power_of_2(arguments["RANK"]),
-        num_warps=warps,
-        **early(state.device, rows),
-        **starts,
-        **arguments,
-    )
-    return out, read
+    read = out.new_empty(rows, heads) if constants["READ"] == "after_norm" else None
+    squares = out.new_empty(rows, heads, blocks) if rows > 1 else None
+    angles = (None, None) if rotary is None else rotary
+    sizes = {"H": heads, "KEY_HEADS": key_heads, "K": key, "V": value, "PARTS": parts, "BK": max(16, power_of_2(key)), "BV": width,
+             "BH": power_of_2(heads), "BR": power_of_2(constants["RANK"]), "BP": power_of_2(parts), "num_warps": warps}  # fmt: skip
+    launch(
+        mixer_step_kernel, (blocks, heads, rows),
+        (projected, sums, state, out, read, squares, *angles, *decay, projected.stride(0), *numbers, key**-0.5),
+        constants | sizes | early(state.device),
+    )  # fmt: skip
+    return out, read, squares

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from headmax.layers.mixers.attention import AttentionSlots
+from headmax.layers.mixers.base import RecurrentSlots, RecurrentState
 from headmax.layers.padding import Padding
 from headmax.ops.packing import Packing
 
@@ -34,6 +36,20 @@ class StateLayer(CacheLayerMixin):
         self.seen += time if packing is None else packing.longest
         self.tokens = self.tokens + lengths
         self.is_initialized = True
+
+    def in_place(self) -> tuple | None:
+        """The state as memory that a step moves on: a copy the first time, so that whoever shares the state keeps it. Keys and values
+        that grow stay as they are."""
+        if isinstance(self.state, RecurrentState):
+            with torch.inference_mode(False):  # memory of inference mode could not be written outside it
+                self.state = RecurrentSlots.of(self.state)
+        return self.state
+
+    def to_keep(self) -> tuple | None:
+        """The state as what is left as it is: a copy where gradients may want it after its memory has moved on."""
+        if not isinstance(self.state, RecurrentSlots):
+            return self.state
+        return (RecurrentSlots.of(self.state.state()) if torch.is_grad_enabled() else self.state).state()
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> None:
         if self.state is not None:
@@ -83,6 +99,14 @@ class HeadmaxCache(Cache):
     def __init__(self, num_layers: int) -> None:
         self.layers: list[StateLayer]  # type: ignore[assignment]
         super().__init__(layers=[StateLayer() for _ in range(num_layers)])
+
+    @classmethod
+    def on(cls, slots: Sequence[RecurrentSlots | AttentionSlots]) -> HeadmaxCache:
+        """A cache whose steps move these slots on, one for each layer. What has been read before does not count: give positions."""
+        cache = cls(len(slots))
+        for layer, memory in zip(cache.layers, slots, strict=True):
+            layer.advance(memory, 1)
+        return cache
 
     def select(self, sequences: Tensor) -> HeadmaxCache:
         """A new cache with the states of these sequences, each as often as it is named: a text read once continues in several ways."""

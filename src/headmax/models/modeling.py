@@ -19,18 +19,21 @@ from transformers.utils import can_return_tuple
 
 from headmax.layers import MIXERS
 from headmax.layers.block import Block
-from headmax.layers.fusion import Fusion
+from headmax.layers.fusion import Fusion, wanted
 from headmax.layers.initialized import Initialized
 from headmax.layers.loss import IGNORED, linear_cross_entropy
+from headmax.layers.mixers.attention import AttentionSlots, AttentionState
 from headmax.layers.mixers.attention import attention_mask as make_attention_mask
 from headmax.layers.norm import RMSNorm
 from headmax.layers.padding import Padding
 from headmax.layers.rotary import Rotary, RotarySettings
 from headmax.models.cache import HeadmaxCache
 from headmax.models.configuration import HeadmaxConfig
+from headmax.models.decoding import Decoder
 from headmax.ops.checks import check_packing
 from headmax.ops.packing import Packing
 from headmax.ops.registry import autocast_dtype
+from headmax.ops.step import MOST_TOKENS
 
 RECOMPILATIONS = 32
 """Ways to call a block that may each be compiled."""
@@ -126,6 +129,8 @@ class Inputs:
     """The angles of the tokens, for attention or not, and for each setting in the model."""
     attention_mask: Tensor | None
     """Which keys a query of an attention layer may see."""
+    states: tuple[tuple | None, ...]
+    """What each block goes on from: slots for few tokens, which move on in place."""
     fusion: tuple[Fusion, ...]
     """Of each block."""
 
@@ -150,6 +155,7 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, config.backend)
         self.uses_attention = [name == "attention" for name in config.mixers]
         self.rotary: list[RotarySettings | None] = [getattr(block.mixer, "rotary", None) for block in self.layers]
+        self.decoder = Decoder()
         self.gradient_checkpointing = False
         self.compiler_limits: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.post_init()
@@ -175,7 +181,9 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
         Without attention layers packed sequences may keep their states (`use_cache=True`), one per sequence, and continue from such states:
         packed again, or as the rows of a batch.
         """
-        inputs = self.read_inputs(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, cu_seqlens)
+        inputs = self.read_inputs(
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, cu_seqlens, return_gates
+        )
         x = inputs.x
         gates: list = []
         hidden_states: list = []
@@ -183,21 +191,24 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
             for n, (block, attends) in enumerate(zip(self.layers, self.uses_attention, strict=True)):
                 if output_hidden_states:
                     hidden_states.append(x)
-                layer = None if inputs.cache is None else inputs.cache.layers[n]
-                x, state, gate = block(
-                    x,
-                    state=layer and layer.state,
-                    return_state=inputs.use_cache,
-                    positions=inputs.positions[attends, self.rotary[n]],
-                    packing=inputs.packing,
-                    mask=inputs.attention_mask if attends else inputs.padding,
-                    return_gates=return_gates,
-                    fusion=inputs.fusion[n],
-                )
-                if return_gates:
+                state, positions, fusion = inputs.states[n], inputs.positions[attends, self.rotary[n]], inputs.fusion[n]
+                mask = inputs.attention_mask if attends else inputs.padding
+                if fusion.step and not isinstance(state, AttentionState):  # keys and values that grow are no memory to write in
+                    x = cast(Block, block).step(x, state, positions, mask)
+                else:
+                    x, state, gate = block(
+                        x,
+                        state=state,
+                        return_state=inputs.use_cache,
+                        positions=positions,
+                        packing=inputs.packing,
+                        mask=mask,
+                        return_gates=return_gates,
+                        fusion=fusion,
+                    )
                     gates.append(gate)
-                if layer is not None and inputs.use_cache:
-                    layer.advance(state, x.shape[1], inputs.packing, inputs.padding)
+                if inputs.cache is not None and inputs.use_cache:
+                    inputs.cache.layers[n].advance(state, x.shape[1], inputs.packing, inputs.padding)
         x = self.norm(x)
         return HeadmaxModelOutput(
             last_hidden_state=x,
@@ -215,6 +226,7 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
         inputs_embeds: Tensor | None,
         use_cache: bool | None,
         cu_seqlens: Tensor | Packing | None,
+        return_gates: bool = False,
     ) -> Inputs:
         """The rules of what may be given together, and what follows from it for the blocks."""
         if (input_ids is None) == (inputs_embeds is None):
@@ -239,6 +251,8 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
             use_cache = self.config.use_cache and not self.training and packing is None
         if use_cache and cache is None:
             cache = HeadmaxCache(self.config.num_hidden_layers)
+        few = past > 0 and time <= MOST_TOKENS and use_cache and packing is None and padding is None and not torch.is_grad_enabled()
+        layers = [] if cache is None else cache.layers
         return Inputs(
             x,
             cache,
@@ -246,9 +260,18 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
             packing,
             padding,
             self._angles(x, cache, position_ids, packing, padding),
-            self._attention_mask(x, past, attention_mask, packing),
-            tuple(cast(Block, block).fusion(x) for block in self.layers),
+            self._attention_mask(x, cache, past, attention_mask, packing),
+            tuple(layer.in_place() if few else layer.to_keep() for layer in layers) or (None,) * len(self.layers),
+            self.decoder.fusion(self, x) if few and time == 1 and not return_gates and self.kernels(x) else self.fusion(x),
         )
+
+    def kernels(self, x: Tensor) -> bool:
+        """Whether the blocks are to run fused on such an x."""
+        return wanted(self.config.fused, self.config.backend, x)
+
+    def fusion(self, x: Tensor) -> tuple[Fusion, ...]:
+        """What runs fused of each block."""
+        return tuple(cast(Block, block).fusion(x) for block in self.layers)
 
     def _check_cache(self, cache: HeadmaxCache | None) -> None:
         if cache is not None and not isinstance(cache, HeadmaxCache):
@@ -280,10 +303,15 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
             before = before[:, None] if packing is None else before[packing.sequence_ids]
         return positions + before
 
-    def _attention_mask(self, x: Tensor, past: int, attention_mask: Tensor | None, packing: Packing | None) -> Tensor | None:
+    def _attention_mask(
+        self, x: Tensor, cache: HeadmaxCache | None, past: int, attention_mask: Tensor | None, packing: Packing | None
+    ) -> Tensor | None:
         """What attention layers may see, None where plain causality says it all."""
         if not any(self.uses_attention):
             return None
+        slots = None if cache is None else next((s for s in (y.state for y in cache.layers) if isinstance(s, AttentionSlots)), None)
+        if slots is not None:
+            return slots.mask()
         if attention_mask is not None and attention_mask.shape[1] != past + x.shape[1]:
             raise ValueError(f"attention_mask must cover the cache too, [batch, seen + time] = {[x.shape[0], past + x.shape[1]]}")
         if attention_mask is not None and find_padding(attention_mask) is None:
@@ -360,17 +388,22 @@ class HeadmaxForCausalLM(HeadmaxPreTrainedModel, GenerationMixin):
             cu_seqlens = find_packing(tokens, padding, position_ids, cu_seqlens)
             if cu_seqlens is not None:  # the last token of a sequence does not predict the first of the next
                 labels = labels.masked_fill(cu_seqlens.positions == 0, -100)
-        output = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            cu_seqlens=cu_seqlens,
-            return_gates=return_gates,
-            output_hidden_states=output_hidden_states,
-        )
+        unusual = return_gates or bool(output_hidden_states) or cu_seqlens is not None
+        output = self._replay(input_ids, attention_mask, position_ids, past_key_values, use_cache, unusual)
+        if output is None:
+            output = self.model(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                inputs_embeds=inputs_embeds,
+                use_cache=use_cache,
+                cu_seqlens=cu_seqlens,
+                return_gates=return_gates,
+                output_hidden_states=output_hidden_states,
+            )
+        hidden = output.last_hidden_state
+        assert hidden is not None
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits, loss = None, None
         plain = type(self.lm_head) is nn.Linear  # an adapter around it, such as LoRA's, must be asked itself
@@ -379,11 +412,11 @@ class HeadmaxForCausalLM(HeadmaxPreTrainedModel, GenerationMixin):
         elif skip_logits and labels is not None and not plain:
             raise ValueError(f"skip_logits=True takes the loss from lm_head's weight, but lm_head is a {type(self.lm_head).__name__}")
         if not skip_logits:
-            logits = self.lm_head(output.last_hidden_state[:, kept])
+            logits = self.lm_head(hidden[:, kept])
             if labels is not None:
                 loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         elif labels is not None:
-            loss = self._loss(output.last_hidden_state, labels, kwargs.get("num_items_in_batch"), kwargs.get("shift_labels"))
+            loss = self._loss(hidden, labels, kwargs.get("num_items_in_batch"), kwargs.get("shift_labels"))
         return HeadmaxCausalLMOutput(
             loss=loss,
             logits=logits,
@@ -391,6 +424,28 @@ class HeadmaxForCausalLM(HeadmaxPreTrainedModel, GenerationMixin):
             hidden_states=output.hidden_states,
             gates=output.gates,
         )
+
+    def _replay(
+        self,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        cache: HeadmaxCache | None,
+        use_cache: bool | None,
+        unusual: bool,
+    ) -> HeadmaxModelOutput | None:
+        """One more token of each sequence as a CUDA graph, where that can be."""
+        if cache is None or input_ids is None or input_ids.shape[1] != 1 or torch.is_grad_enabled():
+            return None
+        if use_cache is False or not isinstance(cache, HeadmaxCache) or cache.get_seq_length() == 0:
+            return None
+        if not self.model.decoder.graphs_on(input_ids.device):
+            return None
+        if unusual:
+            self.model.decoder.say("hidden states, gates or packed sequences are asked for")
+            return None
+        hidden = self.model.decoder.replay(self.model, input_ids, attention_mask, position_ids, cache)
+        return None if hidden is None else HeadmaxModelOutput(last_hidden_state=hidden, past_key_values=cache)
 
     def _loss(self, x: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None, shift_labels: Tensor | None) -> Tensor:
         """The mean loss of predicting each next token; Hugging Face's Trainer hands the number of them in over all its devices."""

@@ -5,5 +5,6 @@ from headmax.ops.gla import gla
 from headmax.ops.head_gate import head_gate
 from headmax.ops.linear_attention import linear_attention
 from headmax.ops.packing import Packing
+from headmax.ops.step import step
 
-__all__ = ["Packing", "gated_delta_rule", "gla", "head_gate", "linear_attention"]
+__all__ = ["Packing", "gated_delta_rule", "gla", "head_gate", "linear_attention", "step"]

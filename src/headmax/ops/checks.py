@@ -23,7 +23,7 @@ def too_wide(q: Tensor, v: Tensor) -> str | None:
     return None
 
 
-def check_shape(op: str, name: str, x: Tensor, axes: str, shape: Sequence[int], device: torch.device | None = None) -> None:
+def check_shape(op: str, name: str, x: Tensor | None, axes: str, shape: Sequence[int], device: torch.device | None = None) -> None:
     """x must be a floating tensor of this shape, on q's `device` if one is given."""
     if not isinstance(x, Tensor):
         raise ValueError(f"{op}: {name} must be a tensor, got {type(x).__name__}")

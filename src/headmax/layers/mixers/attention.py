@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headmax.layers.fusion import intact
 from headmax.layers.mixers.base import MixerOutput, head_width
 from headmax.layers.rotary import Rotary, RotarySettings, rotate
 from headmax.ops.packing import Packing
@@ -19,6 +20,34 @@ class AttentionState(NamedTuple):
     keys: Tensor
     """[batch, heads, seen, dim]"""
     values: Tensor
+
+
+class AttentionSlots(NamedTuple):
+    """Memory for keys and values of a given number of tokens, that a step writes to in place."""
+
+    keys: Tensor
+    """[slots, heads, length, dim]"""
+    values: Tensor
+    position: Tensor
+    """[slots] how many tokens each has: where the next one goes."""
+
+    def rows(self, rows: slice) -> AttentionSlots:
+        """Some of the slots: views."""
+        return AttentionSlots(self.keys[rows], self.values[rows], self.position[rows])
+
+    def store(self, state: AttentionState) -> None:
+        length = state.keys.shape[2]
+        self.keys[:, :, :length].copy_(state.keys)
+        self.values[:, :, :length].copy_(state.values)
+
+    def write(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """All keys and values with one more token's, k and v [slots, heads, 1, dim]."""
+        at = self.position.clamp_max(self.keys.shape[2] - 1).view(-1, 1, 1, 1).expand_as(k)  # a sequence that has ended may run on
+        return self.keys.scatter_(2, at, k), self.values.scatter_(2, at, v)
+
+    def mask(self) -> Tensor:
+        """[slots, 1, 1, length] which keys the next token may see: itself and those before it."""
+        return (torch.arange(self.keys.shape[2], device=self.keys.device) <= self.position[:, None])[:, None, None]
 
 
 def attention_mask(time: int, past: int, mask: Tensor | None, packing: Packing | None, device: torch.device) -> Tensor | None:
@@ -53,7 +82,7 @@ class Attention(nn.Module):
         self,
         x: Tensor,
         *,
-        state: AttentionState | None = None,
+        state: AttentionState | AttentionSlots | None = None,
         return_state: bool = False,
         positions: Tensor | Rotary | None = None,
         packing: Packing | None = None,
@@ -63,24 +92,40 @@ class Attention(nn.Module):
         """x [B,T,E] → MixerOutput. `mask` is 0 at padded keys, [B, seen + T], or a finished [B or 1, 1, T, seen + T]."""
         if packing is not None and (return_state or state is not None):
             raise ValueError("Attention: packed sequences leave no state, whose keys could not be told apart: run them one by one")
-        past = 0 if state is None else state.keys.shape[2]
+        past = state.keys.shape[2] if isinstance(state, AttentionState) else 0
         if positions is None:
             start = torch.arange(past, past + x.shape[1], device=x.device)
             positions = (start if packing is None else packing.positions)[None]
         rotary = positions if isinstance(positions, Rotary) else self.rotary.at(positions, x.dtype)
-        q, k, v = self.heads(self.q_proj(x), self.k_proj(x), self.v_proj(x), rotary)
-        if state is not None:
-            k, v = torch.cat([state.keys, k], dim=2), torch.cat([state.values, v], dim=2)
-        if mask is None or mask.ndim == 2:
+        if not isinstance(state, AttentionSlots) and (mask is None or mask.ndim == 2):
             mask = attention_mask(x.shape[1], past, mask, packing, x.device)
-        o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and not past)
-        hidden = self.o_proj(o.transpose(1, 2).flatten(2))
-        return MixerOutput(hidden, AttentionState(k, v) if return_state else None, None)
+        o, new_state = self.attend(self.q_proj(x), self.k_proj(x), self.v_proj(x), rotary, state, mask)
+        return MixerOutput(self.o_proj(o), new_state if return_state else None, None)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, state: AttentionState | AttentionSlots | None, mask: Tensor | None
+    ) -> tuple[Tensor, AttentionState | AttentionSlots]:
+        """What projections q, k, v [B,T,H*D] read, [B,T,H*D], after the keys and values of `state`; and all of these."""
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
+        q, k, v = rotate(q, rotary).transpose(1, 2), rotate(k, rotary).transpose(1, 2), v.transpose(1, 2)
+        if isinstance(state, AttentionSlots):
+            k, v = state.write(k, v)
+            mask = state.mask() if mask is None else mask
+        elif state is not None:
+            k, v = torch.cat([state.keys, k], dim=2), torch.cat([state.values, v], dim=2)
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and k.shape[2] == q.shape[2])
+        return o.transpose(1, 2).flatten(2), state if isinstance(state, AttentionSlots) else AttentionState(k, v)
+
+    def slots(self, number: int, length: int, position: Tensor) -> AttentionSlots:
+        """Empty slots for texts of `length` tokens."""
+        weight = self.q_proj.weight
+        keys = weight.new_zeros(number, weight.shape[0] // self.head_dim, length, self.head_dim)
+        return AttentionSlots(keys, torch.zeros_like(keys), position)
+
+    def step_obstacle(self) -> str | None:
+        """As the recurrent mixers have it."""
+        own = (self.q_proj, self.k_proj, self.v_proj, self.o_proj)
+        return None if intact(*own) else "a part of an Attention block has been replaced"
 
     def fusible(self) -> bool:
         return False
-
-    def heads(self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
-        """The projections [B,T,H*D] by head, q and k turned: [B,H,T,D]."""
-        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
-        return rotate(q, rotary).transpose(1, 2), rotate(k, rotary).transpose(1, 2), v.transpose(1, 2)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -17,6 +18,14 @@ from headmax.layers.projection import as_multiplied, joint_product
 from headmax.layers.rotary import Rotary, RotarySettings
 from headmax.layers.short_conv import ShortConvolution
 from headmax.ops.packing import Packing
+from headmax.ops.step import Op, step
+
+Run = Callable[..., tuple[Tensor, Tensor | None]]
+"""Runs an op on its own inputs, `run(gla, q, k, v, log_decay)`; gates, state and packing are known to it."""
+
+
+WIDEST_KEY = 256
+"""Channels of a head's key that a program of the decoding kernel holds."""
 
 
 class RecurrentState(NamedTuple):
@@ -30,11 +39,44 @@ class RecurrentState(NamedTuple):
     """[sequences] how many tokens it holds, where a mixer that was given no positions counts them."""
 
 
+class RecurrentSlots(NamedTuple):
+    """The same as memory that a step moves on in place, a slot for each sequence."""
+
+    recurrent: Tensor
+    """[slots, heads, key, value]"""
+    inputs: Tensor | None
+    """[slots, width - 1, channels of q, k and v]; None without convolutions."""
+    channels: tuple[int, ...]
+    """How many of them each has."""
+
+    @property
+    def conv(self) -> tuple[Tensor, ...]:
+        """As RecurrentState has it: views."""
+        return () if self.inputs is None else self.inputs.split(self.channels, dim=-1)
+
+    @classmethod
+    def of(cls, state: RecurrentState) -> RecurrentSlots:
+        """Copies of what a state holds."""
+        inputs = torch.cat(state.conv, dim=-1) if state.conv else None
+        return cls(state.recurrent.clone(memory_format=torch.contiguous_format), inputs, tuple(x.shape[-1] for x in state.conv))
+
+    def rows(self, rows: slice) -> RecurrentSlots:
+        """Some of the slots: views."""
+        return RecurrentSlots(self.recurrent[rows], None if self.inputs is None else self.inputs[rows], self.channels)
+
+    def state(self) -> RecurrentState:
+        """The same memory, to be left as it is."""
+        return RecurrentState(self.recurrent, self.conv)
+
+    def store(self, state: RecurrentState | RecurrentSlots) -> None:
+        torch._foreach_copy_([self.recurrent, *self.conv], [state.recurrent, *state.conv])
+
+
 class StepTerms(NamedTuple):
     """What a fused decoding step must know of a mixer, besides what all mixers share."""
 
-    decay: Literal["none", "head", "channel", "delta"]
-    """Of the state: none, exp(decay_bias) per head, GLA's per channel, or the delta rule with its own."""
+    decay: Literal["none", "retnet", "channel", "delta"]
+    """Of the state: none, RetNet's per head, GLA's per channel, or the delta rule with its own."""
     feature: str
     """What becomes of q and k: the name of a feature map, or "unit_length"."""
     projections: tuple[nn.Linear, ...] = ()
@@ -172,42 +214,63 @@ class RecurrentMixer(Initialized):
         self,
         x: Tensor,
         *,
-        state: RecurrentState | None = None,
+        state: RecurrentState | RecurrentSlots | None = None,
         return_state: bool = False,
         positions: Tensor | Rotary | None = None,
         packing: Packing | None = None,
         mask: Tensor | Padding | None = None,
         fused: bool = False,
     ) -> MixerOutput:
-        """x [B,T,E] → MixerOutput. Where `mask` [B,T] is 0 there is no token, and nothing happens to the state."""
+        """x [B,T,E] → MixerOutput. Where `mask` [B,T] is 0 there is no token, and nothing happens to the state.
+
+        Slots move on in place; a state stays as it is, and another one is returned.
+        """
         padding = Padding.of(mask) if isinstance(mask, Tensor) else mask
         if padding is not None and padding.empty:
             return MixerOutput(torch.zeros_like(x), state, None)
         if padding is not None:
             x, packing = padding.remove(x), padding.packing
+        return_state = return_state or isinstance(state, RecurrentSlots)
         p = self.project(x, state=state, return_state=return_state, positions=positions, packing=packing, fused=fused)
-        o, recurrent = self.recurrence(
-            p,
+        run = functools.partial(
+            self.run,
+            state=state,
+            return_state=return_state,
+            packing=packing,
             read_gate=None if self.read_after_norm else p.read,
             write_gate=p.write,
-            initial_state=None if state is None else state.recurrent,
-            return_state=return_state,
-            cu_seqlens=packing,
-            backend="reference" if self.backend == "auto" and x.shape[1] == 1 else self.backend,  # one token is no chunk
+            backend=self.backend,
         )
+        o, recurrent = self.recurrence(p, run)
         hidden = self.read_out(o, p.swish, p.read if self.read_after_norm else None, fused)
         read, write = p.read, p.write
         if padding is not None:
             hidden = padding.restore(hidden)
             read, write = (gate if gate is None else padding.restore(gate) for gate in (read, write))
-        new_state = RecurrentState(recurrent, p.conv, p.tokens) if recurrent is not None else None
+        new_state: RecurrentState | RecurrentSlots | None = None
+        if isinstance(state, RecurrentSlots):
+            new_state = state
+            for own, new in zip(state.conv, p.conv, strict=True):
+                own.copy_(new)
+        elif recurrent is not None:
+            new_state = RecurrentState(recurrent, p.conv, p.tokens)
         return MixerOutput(hidden, new_state, (read, write))
+
+    @staticmethod
+    def run(
+        op: Op, *inputs: Tensor, state: RecurrentState | RecurrentSlots | None, return_state: bool, packing: Packing | None, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """The op on its own inputs, after `state`: in chunks, or one token after the other on slots."""
+        if isinstance(state, RecurrentSlots):
+            return step(op, *inputs, state=state.recurrent, **options), None
+        initial = None if state is None else state.recurrent
+        return op(*inputs, initial_state=initial, return_state=return_state, cu_seqlens=packing, **options)
 
     def project(
         self,
         x: Tensor,
         *,
-        state: RecurrentState | None,
+        state: RecurrentState | RecurrentSlots | None,
         return_state: bool,
         positions: Tensor | Rotary | None,
         packing: Packing | None,
@@ -246,7 +309,12 @@ class RecurrentMixer(Initialized):
         return (None, None) if self.head_gate is None else self.head_gate(q, k, x, scores, self.backend)
 
     def convolve(
-        self, qkv: Sequence[Tensor], state: RecurrentState | None, packing: Packing | None, return_state: bool, fused: bool
+        self,
+        qkv: Sequence[Tensor],
+        state: RecurrentState | RecurrentSlots | None,
+        packing: Packing | None,
+        return_state: bool,
+        fused: bool,
     ) -> Convolved:
         """q, k and v [B,T,...] after the short convolutions, if there are such."""
         if self.convs is None:
@@ -256,8 +324,8 @@ class RecurrentMixer(Initialized):
         pairs = [conv(y, past, **options) for conv, y, past in zip(self.convs, qkv, before, strict=True)]
         return Convolved([y for y, _ in pairs], tuple(past for _, past in pairs), None)
 
-    def recurrence(self, p: Projected, **options: Any) -> tuple[Tensor, Tensor | None]:
-        """The op on p's q [B,T,H,K], k [B,T,H,K], v [B,T,HV,V] and side projections; `options` are gates, state, packing and backend."""
+    def recurrence(self, p: Projected, run: Run) -> tuple[Tensor, Tensor | None]:
+        """`run` of the op on p's q [B,T,H,K], k [B,T,H,K], v [B,T,HV,V] and what it makes of the side projections."""
         raise TypeError(f"{type(self).__name__} does not define a recurrence")
 
     def read_out(self, o: Tensor, swish: Tensor | None, read: Tensor | None, fused: bool) -> Tensor:
@@ -267,6 +335,24 @@ class RecurrentMixer(Initialized):
             return read_out(o, swish, read, norm.weight, as_multiplied(self.o_proj.weight, o), norm.eps, self.backend)
         return self.o_proj(times_gates(self.output_norm(o), swish, read))
 
-    def step_terms(self) -> StepTerms:
-        """For the kernel that decodes one token."""
-        raise TypeError(f"{type(self).__name__} does not say how one token is decoded")
+    def slots(self, number: int, dtype: torch.dtype) -> RecurrentSlots:
+        """Empty slots, recurrent states in `dtype`."""
+        weight = self.q_proj.weight
+        recurrent = weight.new_zeros(number, self.num_v_heads, self.head_k_dim, self.head_v_dim, dtype=dtype)
+        if not self.conv_size:
+            return RecurrentSlots(recurrent, None, ())
+        key, value = self.num_heads * self.head_k_dim, self.num_v_heads * self.head_v_dim
+        return RecurrentSlots(recurrent, weight.new_zeros(number, self.conv_size - 1, 2 * key + value), (key, key, value))
+
+    def step_terms(self) -> StepTerms | None:
+        """For the kernel that decodes one token; None where it does not know the recurrence."""
+        return None
+
+    def step_obstacle(self) -> str | None:
+        """Why one token cannot run in the kernels of triton_block.py, or None."""
+        if self.step_terms() is None:
+            return f"no kernel knows one token of {type(self).__name__}"
+        if self.head_k_dim > WIDEST_KEY:
+            return f"keys are at most {WIDEST_KEY} wide, got {self.head_k_dim}"
+        others = (self.v_proj, *(() if self.g_proj is None else (self.g_proj,)))
+        return None if self.fusible() and intact(*others) else f"a part of a {type(self).__name__} block has been replaced"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headmax.layers.head_gate import HeadGateConfig
-from headmax.layers.mixers.base import Convolved, Projected, RecurrentMixer, RecurrentState, StepTerms, head_width
+from headmax.layers.mixers.base import Convolved, Projected, RecurrentMixer, RecurrentSlots, RecurrentState, Run, StepTerms, head_width
 from headmax.layers.norm import OutputNormKind
 from headmax.layers.short_conv import last_inputs, unit_convolution
 from headmax.ops import gated_delta_rule
@@ -66,7 +65,12 @@ class GatedDeltaNet(RecurrentMixer):
         yield self.dt_bias, step + torch.log(-torch.expm1(-step))
 
     def convolve(
-        self, qkv: Sequence[Tensor], state: RecurrentState | None, packing: Packing | None, return_state: bool, fused: bool
+        self,
+        qkv: Sequence[Tensor],
+        state: RecurrentState | RecurrentSlots | None,
+        packing: Packing | None,
+        return_state: bool,
+        fused: bool,
     ) -> Convolved:
         """Fused, q and k leave their convolutions scaled to unit length, and scored for the gates before that."""
         if not fused or self.convs is None:
@@ -84,11 +88,11 @@ class GatedDeltaNet(RecurrentMixer):
         conv = tuple(last_inputs(y, self.conv_size, past, packing) for y, past in zip(qkv, before, strict=True))
         return Convolved([q, k, v], conv if return_state else (), torch.cat(scores, dim=-1) if scores else None, unit_length=True)
 
-    def recurrence(self, p: Projected, **options: Any) -> tuple[Tensor, Tensor | None]:
+    def recurrence(self, p: Projected, run: Run) -> tuple[Tensor, Tensor | None]:
         dtype = compute_dtype(p.q.dtype)
         a, b = (y.to(dtype) for y in p.side)
         log_decay, beta = -self.A_log.to(dtype).exp() * F.softplus(a + self.dt_bias.to(dtype)), b.sigmoid()
-        return gated_delta_rule(p.q, p.k, p.v, log_decay, beta, normalize_qk=not p.unit_length, **options)
+        return run(gated_delta_rule, p.q, p.k, p.v, log_decay, beta, normalize_qk=not p.unit_length)
 
     def step_terms(self) -> StepTerms:
         return StepTerms("delta", "unit_length", (self.a_proj, self.b_proj), self.A_log, self.dt_bias)

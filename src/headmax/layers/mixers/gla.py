@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 
 from headmax.layers.feature_map import FeatureMap
 from headmax.layers.feature_map import feature_map as make_feature_map
 from headmax.layers.head_gate import HeadGateConfig
 from headmax.layers.log_decay import log_sigmoid
-from headmax.layers.mixers.base import Projected, RecurrentMixer, StepTerms, head_width
+from headmax.layers.mixers.base import Projected, RecurrentMixer, Run, StepTerms, head_width
 from headmax.layers.norm import OutputNormKind
 from headmax.ops import gla
 
@@ -52,11 +50,11 @@ class GatedLinearAttention(RecurrentMixer):
         self.decay_down_proj = nn.Linear(hidden_size, decay_rank, bias=False)
         self.decay_up_proj = nn.Linear(decay_rank, num_heads * self.head_k_dim, bias=True)
 
-    def recurrence(self, p: Projected, **options: Any) -> tuple[Tensor, Tensor | None]:
+    def recurrence(self, p: Projected, run: Run) -> tuple[Tensor, Tensor | None]:
         decay = self.decay_up_proj(p.side[0]).unflatten(-1, (self.num_heads, self.head_k_dim))
         log_decay = log_sigmoid(decay, self.decay_normalizer, self.backend)
-        return gla(self.feature_map(p.q), self.feature_map(p.k), p.v, log_decay, **options)
+        return run(gla, self.feature_map(p.q), self.feature_map(p.k), p.v, log_decay)
 
     def step_terms(self) -> StepTerms:
         up = self.decay_up_proj
-        return StepTerms("channel", self.feature_name, (self.decay_down_proj,), up.weight.T.contiguous(), up.bias, self.decay_normalizer)
+        return StepTerms("channel", self.feature_name, (self.decay_down_proj,), up.weight, up.bias, self.decay_normalizer)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from headmax.layers.feature_map import FeatureMap
 from headmax.layers.feature_map import feature_map as make_feature_map
 from headmax.layers.head_gate import HeadGateConfig
-from headmax.layers.mixers.base import Projected, RecurrentMixer, StepTerms, head_width
+from headmax.layers.mixers.base import Projected, RecurrentMixer, Run, StepTerms, head_width
 from headmax.layers.norm import OutputNormKind
 from headmax.ops import linear_attention
 
@@ -45,8 +43,8 @@ class LinearAttention(RecurrentMixer):
         )
         self.feature_map, self.feature_name = make_feature_map(feature_map), feature_map
 
-    def recurrence(self, p: Projected, **options: Any) -> tuple[Tensor, Tensor | None]:
-        return linear_attention(self.feature_map(p.q), self.feature_map(p.k), p.v, **options)
+    def recurrence(self, p: Projected, run: Run) -> tuple[Tensor, Tensor | None]:
+        return run(linear_attention, self.feature_map(p.q), self.feature_map(p.k), p.v)
 
     def step_terms(self) -> StepTerms:
         return StepTerms("none", self.feature_name)

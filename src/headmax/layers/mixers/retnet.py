@@ -10,7 +10,7 @@ from torch import Tensor
 from headmax.layers.feature_map import FeatureMap
 from headmax.layers.feature_map import feature_map as make_feature_map
 from headmax.layers.head_gate import HeadGateConfig
-from headmax.layers.mixers.base import Projected, RecurrentMixer, RecurrentState, StepTerms, head_width
+from headmax.layers.mixers.base import Projected, RecurrentMixer, RecurrentSlots, RecurrentState, Run, StepTerms, head_width
 from headmax.layers.norm import OutputNormKind
 from headmax.layers.projection import joint_product
 from headmax.layers.rotary import Rotary, RotarySettings, rotate, turned
@@ -19,13 +19,13 @@ from headmax.ops.checks import compute_dtype
 from headmax.ops.packing import Packing
 
 
-def count_tokens(x: Tensor, state: RecurrentState | None, packing: Packing | None) -> tuple[Tensor, Tensor]:
+def count_tokens(x: Tensor, state: RecurrentState | RecurrentSlots | None, packing: Packing | None) -> tuple[Tensor, Tensor]:
     """The position of each token of x [B,T,E] in its sequence, [B or 1, T], and how many tokens each sequence then has."""
     positions = (torch.arange(x.shape[1], device=x.device) if packing is None else packing.positions)[None]
     lengths = torch.full(x.shape[:1], x.shape[1], device=x.device) if packing is None else packing.cu_seqlens.diff()
     if state is None:
         return positions, lengths
-    if state.tokens is None:
+    if isinstance(state, RecurrentSlots) or state.tokens is None:
         raise ValueError("RetNet: positions must be given with a state that was made with positions, [batch or 1, time]")
     before = state.tokens[:, None] if packing is None else state.tokens[packing.sequence_ids]
     return positions + before, state.tokens + lengths
@@ -85,12 +85,12 @@ class RetNet(RecurrentMixer):
         swish = None if self.g_proj is None else self.g_proj(x)
         return Projected(q, k, v, (), swish, read, write, (), tokens)
 
-    def recurrence(self, p: Projected, **options: Any) -> tuple[Tensor, Tensor | None]:
-        return linear_attention(p.q, p.k, p.v, self.log_decay(p.q.device, compute_dtype(p.q.dtype)), **options)
+    def recurrence(self, p: Projected, run: Run) -> tuple[Tensor, Tensor | None]:
+        return run(linear_attention, p.q, p.k, p.v, self.log_decay(p.q.device, compute_dtype(p.q.dtype)))
 
     def log_decay(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         """log γ_h, [heads]"""
         return torch.log1p(-torch.exp2(-5 - torch.arange(self.num_heads, device=device, dtype=dtype)))
 
     def step_terms(self) -> StepTerms:
-        return StepTerms("head", self.feature_name, decay_bias=self.log_decay(self.q_proj.weight.device, torch.float32))
+        return StepTerms("retnet", self.feature_name)

@@ -1,0 +1,56 @@
+"""A recurrence on a few tokens: how all decoding runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headmax.ops.checks import too_wide
+from headmax.ops.registry import Lazy, dispatch, no_autocast, register
+
+MOST_TOKENS = 16
+"""Tokens of a sequence that are taken one after the other; more are a chunk."""
+
+Op = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+def _step(op: Op, inputs: tuple[Tensor, ...], state: Tensor, scale: float, **options: Any) -> Tensor:
+    o, new = op(*inputs, initial_state=state, return_state=True, scale=scale, backend="reference", **options)
+    state.copy_(new)  # type: ignore[arg-type]
+    return o
+
+
+register("step", {"reference": _step, "triton": Lazy("headmax.ops.triton_step", "step", needs="triton", interpreted=True)})
+
+
+def _obstacle(op: Op, q: Tensor, v: Tensor) -> str | None:
+    """Why the kernel cannot take a step of this op, or None."""
+    if op.__name__ not in ("linear_attention", "gla", "gated_delta_rule"):
+        return f"it does not know {op.__name__}"
+    return too_wide(q, v)
+
+
+@torch.no_grad()
+def step(op: Op, *inputs: Tensor, state: Tensor, scale: float | None = None, backend: str = "auto", **options: Any) -> Tensor:
+    """`op` on at most MOST_TOKENS tokens after `state`: o [B,T,HV,V]. The state moves on in place; there are no gradients.
+
+    Args:
+        op: a recurrence, such as `headmax.ops.gla`.
+        inputs: its own, q [B,T,H,K], k, v [B,T,HV,V], then decays and strengths.
+        state: [B,HV,K,V], of any floating dtype; sums are float32 (float64 for float64 inputs).
+        options: `read_gate`, `write_gate` and what else the op takes by keyword, but no packing.
+    """
+    q, v = inputs[0], inputs[2]
+    if not 1 <= q.shape[1] <= MOST_TOKENS:
+        raise ValueError(f"step: q has {q.shape[1]} tokens, a step takes 1 to {MOST_TOKENS}: call {op.__name__} with an initial_state")
+    expected = (q.shape[0], v.shape[2], q.shape[3], v.shape[3])
+    if state.shape != expected or state.device != q.device:
+        raise ValueError(
+            f"step: state must be [batch, heads, key, value] = {list(expected)} on {q.device}, got {list(state.shape)} on {state.device}"
+        )
+    run = dispatch("step", backend, q, _obstacle(op, q, v))
+    with no_autocast(q.device):
+        return run(op, inputs, state, q.shape[3] ** -0.5 if scale is None else scale, **options)

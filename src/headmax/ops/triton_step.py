@@ -1,0 +1,136 @@
+"""The recurrences one token at a time, in Triton: on a tile of the state, and as the kernel of `headmax.ops.step`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headmax.ops.checks import check_recurrence, check_shape
+from headmax.ops.launch import launch
+from headmax.ops.triton_tiles import cdiv, power_of_2, processors
+
+EPS = tl.constexpr(1e-6)
+"""Of unit lengths, as `gated_delta_rule` has it."""
+KINDS = {"linear_attention": "token", "gla": "channel", "gated_delta_rule": "delta"}
+"""The decays of each op that the kernel knows; those of linear attention may also be of a head, or none."""
+
+
+@triton.jit
+def add_both(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def unit_length(x):
+    return x * tl.rsqrt(tl.sum(x * x, 0) + EPS)
+
+
+@triton.jit
+def advance(state, q, k, v, decay, beta, read, write, DECAY: tl.constexpr):
+    """The state [K, V] after one token, and what it reads, o [V]; q and k [K], v [V], decay [K] for "channel", else numbers.
+
+    "none", "head", "token": S ← decay S + (write k)^T v ;  o = (read q) S.  "channel": the same with diag(decay).
+    "delta": S' = decay S ;  S ← S' + k^T u, u = beta (write v - k S') ;  o = (read q) S = read (q S' + <q, k> u), so that both sums over
+    the state are taken at once, and the gates are not waited for.
+    """
+    if DECAY == "delta":
+        state *= decay
+        kept, seen = tl.reduce((k[:, None] * state, q[:, None] * state), 0, add_both)
+        u = beta * (write * v - kept)
+        return state + k[:, None] * u[None, :], read * (seen + tl.sum(q * k, 0) * u)
+    else:
+        if DECAY == "channel":
+            state = decay[:, None] * state + (write * k)[:, None] * v[None, :]
+        else:
+            state = decay * state + (write * k)[:, None] * v[None, :]
+        return state, read * tl.sum(q[:, None] * state, 0)
+
+
+@triton.jit
+def step_kernel(
+    q, k, v, log_decay, beta, read_gate, write_gate, state, out, scale, T,
+    H: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, UNIT_LENGTH: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """BV value channels of one head of one sequence, token after token."""
+    head, sequence = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    channel, column = tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV)
+    inside, there, key_head = channel < K, column < V, head // (H // KEY_HEADS)
+    tile = state + ((sequence * H + head) * K + channel[:, None]) * V + column[None, :]
+    memory = tl.load(tile, mask=inside[:, None] & there[None, :], other=0.0).to(tl.float32)  # [BK, BV]
+    for t in range(T):
+        token = sequence * T + t
+        row, key_row = token * H + head, (token * KEY_HEADS + key_head) * K + channel
+        t_q = tl.load(q + key_row, mask=inside, other=0.0).to(tl.float32)  # [BK]
+        t_k = tl.load(k + key_row, mask=inside, other=0.0).to(tl.float32)  # [BK]
+        t_v = tl.load(v + row * V + column, mask=there, other=0.0).to(tl.float32)  # [BV]
+        read, write, decay, strength = scale, 1.0, 1.0, 1.0
+        if UNIT_LENGTH:
+            t_q, t_k = unit_length(t_q), unit_length(t_k)
+        if read_gate is not None:
+            read *= tl.load(read_gate + row).to(tl.float32)
+        if write_gate is not None:
+            write = tl.load(write_gate + row).to(tl.float32)
+        if DECAY == "head":
+            decay = tl.exp(tl.load(log_decay + head).to(tl.float32))
+        elif DECAY == "channel":
+            decay = tl.exp(tl.load(log_decay + row * K + channel, mask=inside, other=0.0).to(tl.float32))
+        elif DECAY != "none":
+            decay = tl.exp(tl.load(log_decay + row).to(tl.float32))
+        if DECAY == "delta":
+            strength = tl.load(beta + row).to(tl.float32)
+        memory, o = advance(memory, t_q, t_k, t_v, decay, strength, read, write, DECAY)
+        tl.store(out + row * V + column, o.to(out.dtype.element_ty), mask=there)
+    tl.store(tile, memory.to(state.dtype.element_ty), mask=inside[:, None] & there[None, :])
+
+
+def value_tile(states: int, value: int, device: torch.device) -> tuple[int, int]:
+    """Value channels of a program, and its warps: as many channels as leave every processor two programs."""
+    width = min(64, max(16, power_of_2(value)))
+    while width > 16 and states * cdiv(value, width) < 2 * processors(device):
+        width //= 2
+    return width, 1 if width == 16 else 4
+
+
+def step(
+    op: Any,
+    inputs: tuple[Tensor, ...],
+    state: Tensor,
+    scale: float,
+    read_gate: Tensor | None = None,
+    write_gate: Tensor | None = None,
+    normalize_qk: bool = False,
+) -> Tensor:
+    """See `headmax.ops.step`. A state that is not contiguous is copied, moved on, and copied back."""
+    name, (q, k, v), (log_decay, beta) = op.__name__, inputs[:3], (*inputs[3:], None, None)[:2]
+    check_recurrence(
+        name, q, k, v, read_gate=read_gate, write_gate=write_gate, initial_state=state, cu_seqlens=None,
+        value_heads=name == "gated_delta_rule",
+    )  # fmt: skip
+    (batch, time, key_heads, key), (heads, value) = q.shape, v.shape[2:]
+    kind = KINDS[name]
+    if name == "linear_attention" and (log_decay is None or log_decay.ndim == 1):
+        kind = "none" if log_decay is None else "head"
+    if kind == "head":
+        check_shape(name, "log_decay", log_decay, "heads", (heads,), q.device)
+    elif kind == "channel":
+        check_shape(name, "log_decay", log_decay, "batch, time, heads, key", (batch, time, heads, key), q.device)
+    elif kind != "none":
+        check_shape(name, "log_decay", log_decay, "batch, time, heads", (batch, time, heads), q.device)
+    if kind == "delta":
+        check_shape(name, "beta", beta, "batch, time, heads", (batch, time, heads), q.device)
+    tensors = (x if x is None else x.contiguous() for x in (q, k, v, log_decay, beta, read_gate, write_gate))
+    memory, out = state.contiguous(), torch.empty_like(v, memory_format=torch.contiguous_format)
+    width, warps = value_tile(batch * heads, value, q.device)
+    launch(
+        step_kernel, (cdiv(value, width), heads, batch), (*tensors, memory, out, scale, time),
+        {"H": heads, "KEY_HEADS": key_heads, "K": key, "V": value, "DECAY": kind, "UNIT_LENGTH": normalize_qk,
+         "BK": max(16, power_of_2(key)), "BV": width, "num_warps": warps},
+    )  # fmt: skip
+    if memory is not state:
+        state.copy_(memory)
+    return out
