@@ -1,5 +1,8 @@
 """Wrong input raises ValueError naming the argument, what it got and what it needs."""
 
+import itertools
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,6 +13,7 @@ from .oracle import SPECS
 
 CASE = Case(batch=2, time=6, heads=2, key=4, value=3, gates="both", initial_state=True)
 ALL = list(SPECS)
+GROUPED = [name for name in SPECS if name != "gla"]
 
 
 def call(name: str, **changes: object) -> None:
@@ -65,9 +69,29 @@ def test_packed_states_are_counted_by_sequence() -> None:
         SPECS["gla"].function(**inputs, cu_seqlens=Packing([0, 2, 6]))
 
 
-def test_value_heads_are_a_multiple() -> None:
-    with pytest.raises(ValueError, match="v must have a multiple of q's 2 heads, got 3"):
-        call("gated_delta_rule", v=torch.randn(2, 6, 3, 3))
+@pytest.mark.parametrize("name", GROUPED)
+def test_value_heads_are_a_multiple(name: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name}: v must have a multiple of q's 2 heads, got 3"):
+        call(name, v=torch.randn(2, 6, 3, 3))
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [
+        *itertools.product(GROUPED, ("log_decay", "read_gate", "write_gate", "initial_state")),
+        *((name, "beta") for name in GROUPED if name != "linear_attention"),
+    ],
+)
+def test_value_heads_have_their_own_decays_gates_and_states(name: str, argument: str) -> None:
+    inputs = SPECS[name].inputs(replace(CASE, value_heads=4))
+    inputs[argument] = SPECS[name].inputs(CASE)[argument]
+    with pytest.raises(ValueError, match=rf"^{name}: {argument} must be \[.*heads.*\] = \[2, .*4.*\], got \[2, .*2.*\]"):
+        SPECS[name].function(**inputs)
+
+
+def test_a_decay_per_head_is_one_for_each_value_head() -> None:
+    with pytest.raises(ValueError, match=r"^linear_attention: log_decay must be \[heads\] = \[4\], got \[2\]"):
+        SPECS["linear_attention"].function(**SPECS["linear_attention"].inputs(replace(CASE, value_heads=4)) | {"log_decay": torch.zeros(2)})
 
 
 def test_an_explicit_backend_never_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:

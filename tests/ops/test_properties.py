@@ -106,6 +106,23 @@ def test_gates_are_factors_of_query_and_write(name: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", [name for name in SPECS if name != "gla"])
+def test_a_key_head_serves_value_heads_that_follow_each_other(name: str, backend: str) -> None:
+    """Value head h is what it would be by itself, with key head h // 3."""
+    spec = SPECS[name]
+    inputs = spec.inputs(Case(time=70, key=8, value=6, value_heads=6, gates="both", initial_state=True), torch.float64)
+    o, state = spec.function(**inputs, return_state=True, backend=backend)
+    for h in range(6):
+        own = {
+            key: x.narrow(1 if key == "initial_state" else 2, h // 3 if key in "qk" else h, 1) if torch.is_tensor(x) else x
+            for key, x in inputs.items()
+        }
+        alone, last = spec.function(**own, return_state=True, backend=backend)
+        assert distance(o[:, :, h], alone[:, :, 0]) <= 1e-13
+        assert distance(state[:, h], last[:, 0]) <= 1e-13
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("decay", ["none", "head", "channel"])
 def test_parallel_form_of_the_paper(decay: str, backend: str) -> None:
     """The masked quadratic product in closed form: plain linear attention, RetNet, GLA."""

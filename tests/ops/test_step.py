@@ -29,8 +29,13 @@ CASES = [
     )
 ]
 CASES += [
-    pytest.param("gated_delta_rule", replace(WITH_GATES, value_heads=6, normalize=normalize), id=f"value_heads-{normalize}")
-    for normalize in (True, False)
+    pytest.param(name, replace(WITH_GATES, value_heads=6, decay=decay, normalize=normalize), id=f"{name}-value_heads-{decay}-{normalize}")
+    for name, decay, normalize in (
+        ("gated_delta_rule", "soft", True),
+        ("gated_delta_rule", "soft", False),
+        ("linear_attention", "head", True),
+        ("linear_attention", "soft", True),
+    )
 ]
 backends = pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=pytest.mark.gpu if GPU else [])])
 

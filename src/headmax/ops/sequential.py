@@ -19,6 +19,17 @@ def gated(x: Tensor, gate: Tensor | None) -> Tensor:
     return x if gate is None else x * gate.to(x.dtype).unsqueeze(-1)
 
 
+def per_value_head(x: Tensor, v: Tensor) -> Tensor:
+    """x [B,T,H,K] for each head of v [B,T,HV,V]: the value heads that share a key head follow each other."""
+    groups = v.shape[2] // x.shape[2]
+    return x if groups == 1 else x.repeat_interleave(groups, dim=2)
+
+
+def per_key_head(d_x: Tensor, x: Tensor) -> Tensor:
+    """The gradient of x [B,T,H,K] from that of `per_value_head` of it."""
+    return d_x if d_x.shape == x.shape else d_x.unflatten(2, (x.shape[2], -1)).sum(3)
+
+
 def split_time(tokens: Sequence[Any], sizes: int | list[int]) -> Iterable[tuple[Any, ...]]:
     """The arguments of each piece: [batch, time, ...] tensors are cut along time, the others (None, flags, [heads]) go to all."""
     return zip(*[x.split(sizes, dim=1) if isinstance(x, Tensor) and x.ndim > 1 else repeat(x) for x in tokens], strict=False)

@@ -26,7 +26,7 @@ class Case:
     key: int = 20
     value: int = 40
     value_heads: int | None = None
-    """Heads of v where they differ from those of q and k (gated delta rule only)."""
+    """Heads of v where they differ from those of q and k (not in GLA)."""
     gates: str = ""
     """Which gates there are: "", "read", "write" or "both"."""
     initial_state: bool = False

@@ -59,7 +59,7 @@ class Layout(NamedTuple):
 
     def states(self, q: Tensor, v: Tensor) -> tuple[int, ...]:
         """The shape of the sequences' states [sequences, heads, key, value]."""
-        return self.sequences, *q.shape[2:], v.shape[3]
+        return self.sequences, v.shape[2], q.shape[3], v.shape[3]
 
     def segments(self, blocks: int, wanted: int) -> int:
         """Into how many segments a scan with so many blocks for each sequence cuts it, to have as many as `wanted` in all."""

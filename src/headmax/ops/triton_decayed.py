@@ -30,6 +30,7 @@ from torch.autograd.function import once_differentiable
 from headmax.ops.launch import launch
 from headmax.ops.library import define_op
 from headmax.ops.packing import CHUNK, Packing
+from headmax.ops.sequential import per_key_head, per_value_head
 from headmax.ops.triton_channel import (
     add_exact_score_gradients,
     exact_exponents,
@@ -306,6 +307,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """o, the final state, and for the backward pass what segments begin with."""
     layout = Layout(q.shape[0], q.shape[1], table, starts, chunk_tokens(q, log_decay))
+    q, k = per_value_head(q, v), per_value_head(k, v)
     prepared = prepare(q, k, log_decay, read_gate, write_gate, scale, layout)
     scanned = scan_and_read(prepared.writing, prepared.reading, prepared.scores, v, prepared.whole, prepared.mild, initial, layout)
     return scanned.result, scanned.final, scanned.begins
@@ -324,7 +326,8 @@ def backward(
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, k, v, log_decay (an empty tensor if it has none), the gates there are [gates, B, T, H], initial."""
     layout, d_o = Layout(q.shape[0], q.shape[1], table, starts, chunk_tokens(q, log_decay)), d_o.contiguous()
-    d_final = None if d_final is None else d_final.contiguous()
+    d_final, given_q, given_k = None if d_final is None else d_final.contiguous(), q, k
+    q, k = per_value_head(q, v), per_value_head(k, v)
     prepared = prepare(q, k, log_decay, read_gate, write_gate, scale, layout, backward=True)
     states = scan(prepared.writing, v, prepared.whole, prepared.mild, initial, layout, begins=begins).states
     back = scan_and_read(
@@ -333,11 +336,11 @@ def backward(
     d_q, d_k, d_decay, d_gates = query_key_gradients(
         q, k, v, d_o, log_decay, read_gate, write_gate, scale, prepared, states, back.states, layout, decay_gradient
     )
-    return [d_q, d_k, back.result, d_decay, d_gates, back.final]
+    return [per_key_head(d_q, given_q), per_key_head(d_k, given_k), back.result, d_decay, d_gates, back.final]
 
 
 def fake_backward(d_o, d_final, q, k, v, log_decay, read_gate, write_gate, scale, initial, table, starts, begins, decay_gradient):
-    d_gates = q.new_empty((read_gate is not None) + (write_gate is not None), *q.shape[:3], dtype=torch.float32)
+    d_gates = q.new_empty((read_gate is not None) + (write_gate is not None), *v.shape[:3], dtype=torch.float32)
     d_decay = q.new_empty(0, dtype=torch.float32)
     if decay_gradient:
         d_decay = torch.empty_like(log_decay, dtype=log_decay.dtype if log_decay.ndim == 4 else torch.float32)
@@ -378,7 +381,7 @@ def decayed_attention(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, read_gate: Tensor | None, write_gate: Tensor | None,
     scale: float, initial_state: Tensor | None, packing: Packing | None, return_state: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Linear attention with log_decay None, [H], [B,T,H] or [B,T,H,K]."""
+    """Linear attention with log_decay None, [HV], [B,T,HV] or [B,T,H,K], where every key head has one value head."""
     if q.dtype == torch.float16 and decay_kind(log_decay) == "channel":  # a chunk's decays do not fit float16's range
         wide = q.float(), k.float(), v.float()
         o, state = decayed_attention(*wide, log_decay, read_gate, write_gate, scale, initial_state, packing, return_state)

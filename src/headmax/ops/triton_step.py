@@ -109,7 +109,7 @@ def step(
     name, (q, k, v), (log_decay, beta) = op.__name__, inputs[:3], (*inputs[3:], None, None)[:2]
     check_recurrence(
         name, q, k, v, read_gate=read_gate, write_gate=write_gate, initial_state=state, cu_seqlens=None,
-        value_heads=name == "gated_delta_rule",
+        value_heads=name != "gla",
     )  # fmt: skip
     (batch, time, key_heads, key), (heads, value) = q.shape, v.shape[2:]
     kind = KINDS[name]

@@ -11,7 +11,7 @@ from headmax.ops.chunks import Chunks, decay_from_start, decay_to_end, in_segmen
 from headmax.ops.gated_delta_rule.reference import unit_length
 from headmax.ops.library import define_op
 from headmax.ops.packing import Packing
-from headmax.ops.sequential import gated
+from headmax.ops.sequential import gated, per_value_head
 
 
 @in_segments
@@ -39,9 +39,7 @@ def gated_delta_rule(
     q, k, v, in_dtype = q.to(dtype), k.to(dtype), v.to(dtype), q.dtype
     if normalize_qk:
         q, k = unit_length(q), unit_length(k)
-    groups = v.shape[2] // q.shape[2]
-    if groups > 1:
-        q, k = q.repeat_interleave(groups, dim=2), k.repeat_interleave(groups, dim=2)
+    q, k = per_value_head(q, v), per_value_head(k, v)
     read = scale if read_gate is None else (scale * read_gate.to(dtype)).unsqueeze(-1)
     qc, kc, vc = chunks.split(q * read), chunks.split(k), chunks.split(gated(v, write_gate))
     steps, bc = chunks.split(log_decay.to(dtype)), chunks.split(beta.to(dtype))

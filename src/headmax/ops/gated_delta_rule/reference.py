@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headmax.ops.sequential import gated, per_sequence
+from headmax.ops.sequential import gated, per_sequence, per_value_head
 
 EPS = 1e-6
 
@@ -29,7 +29,7 @@ def gated_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     if normalize_qk:
         q, k = unit_length(q), unit_length(k)
-    q, k = (x.repeat_interleave(v.shape[2] // q.shape[2], dim=2) for x in (q, k))
+    q, k = per_value_head(q, v), per_value_head(k, v)
     q, v, decay = gated(q, read_gate) * scale, gated(v, write_gate), log_decay.exp()
     o = []
     for t in range(q.shape[1]):

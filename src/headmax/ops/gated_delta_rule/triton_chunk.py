@@ -19,6 +19,7 @@ from headmax.ops.gated_delta_rule.reference import EPS
 from headmax.ops.launch import launch
 from headmax.ops.library import define_op
 from headmax.ops.packing import CHUNK, Packing
+from headmax.ops.sequential import per_key_head, per_value_head
 from headmax.ops.triton_common import (
     Layout,
     beside,
@@ -373,14 +374,14 @@ class Written(NamedTuple):
     """[B,T,H,V]"""
 
 
-def empty_inverse(k: Tensor) -> Tensor:
-    return k.new_empty(*k.shape[:3], CHUNK, dtype=torch.float32)
+def empty_inverse(v: Tensor) -> Tensor:
+    return v.new_empty(*v.shape[:3], CHUNK, dtype=torch.float32)
 
 
 def writes(
     k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, write_gate: Tensor | None, layout: Layout, inverse: Tensor | None = None
 ) -> Written:
-    written = Written(empty_inverse(k) if inverse is None else inverse, torch.empty_like(k), torch.empty_like(v))
+    written = Written(empty_inverse(v) if inverse is None else inverse, torch.empty_like(k), torch.empty_like(v))
     (_, _, heads, key), value = k.shape, v.shape[3]
     launch(
         delta_writes_kernel, (layout.chunks, heads), (k, v, log_decay, beta, write_gate, *written, layout.table, layout.length),
@@ -487,12 +488,6 @@ def cut_shape(k: Tensor, v: Tensor, layout: Layout) -> tuple[int, ...]:
     return (layout.sequences * segments, v.shape[2], k.shape[3], v.shape[3] + k.shape[3]) if segments > 1 else (0,)
 
 
-def per_value_head(x: Tensor, v: Tensor) -> Tensor:
-    """x [B,T,H,K] for each head of v: the value heads that share a key head follow each other."""
-    groups = v.shape[2] // x.shape[2]
-    return x if groups == 1 else x.repeat_interleave(groups, dim=2)
-
-
 def keys_for(x: Tensor, v: Tensor, normalize: bool) -> Tensor:
     """Queries or keys as the recurrence takes them: of unit length if `normalize`, one for each value head."""
     return per_value_head(triton_unit.unit_length(x, EPS) if normalize else x, v)
@@ -500,8 +495,7 @@ def keys_for(x: Tensor, v: Tensor, normalize: bool) -> Tensor:
 
 def keys_gradient(d_x: Tensor, x: Tensor, normalize: bool) -> Tensor:
     """The gradient of x from that of `keys_for` of it."""
-    if d_x.shape != x.shape:
-        d_x = d_x.unflatten(2, (x.shape[2], -1)).sum(3)
+    d_x = per_key_head(d_x, x)
     return triton_unit.unit_length_gradient(x, d_x, EPS) if normalize else d_x
 
 
@@ -521,9 +515,9 @@ def forward(
 
 
 def fake_forward(q, k, v, log_decay, beta, read_gate, write_gate, scale, initial, table, starts, normalize):
-    layout, k = Layout(q.shape[0], q.shape[1], table, starts), v.new_empty(*v.shape[:3], k.shape[3])
-    final, cut = (q.new_empty(shape, dtype=torch.float32) for shape in (layout.states(k, v), cut_shape(k, v, layout)))
-    return torch.empty_like(v), final, empty_inverse(k), cut
+    layout = Layout(q.shape[0], q.shape[1], table, starts)
+    final, cut = (q.new_empty(shape, dtype=torch.float32) for shape in (layout.states(q, v), cut_shape(k, v, layout)))
+    return torch.empty_like(v), final, empty_inverse(v), cut
 
 
 def backward(
@@ -561,7 +555,7 @@ def backward(
 def fake_backward(d_o, d_final, q, k, v, log_decay, beta, read_gate, write_gate, scale, initial, table, starts, normalize, inverse, cut):
     nothing = q.new_empty(0, dtype=torch.float32)
     rows = [torch.empty_like(x, dtype=torch.float32) if x is not None else nothing for x in (log_decay, beta, read_gate, write_gate)]
-    d_initial = q.new_empty((*Layout(q.shape[0], q.shape[1], table, starts).states(v, v)[:2], q.shape[3], v.shape[3]), dtype=torch.float32)
+    d_initial = q.new_empty(Layout(q.shape[0], q.shape[1], table, starts).states(q, v), dtype=torch.float32)
     return [torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), *rows, d_initial]
 
 

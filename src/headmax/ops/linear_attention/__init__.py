@@ -18,8 +18,8 @@ register_recurrence("linear_attention", reference.linear_attention, chunkwise.li
 
 
 def linear_attention(
-    q: Float[Tensor, "batch time heads key"],
-    k: Float[Tensor, "batch time heads key"],
+    q: Float[Tensor, "batch time key_heads key"],
+    k: Float[Tensor, "batch time key_heads key"],
     v: Float[Tensor, "batch time heads value"],
     log_decay: Float[Tensor, " heads"] | Float[Tensor, "batch time heads"] | None = None,
     *,
@@ -31,7 +31,10 @@ def linear_attention(
     cu_seqlens: Tensor | Packing | None = None,
     backend: str = "auto",
 ) -> tuple[Float[Tensor, "batch time heads value"], Float[Tensor, "sequences heads key value"] | None]:
-    """S_t = exp(log_decay_t) S_{t-1} + (write_gate_t k_t)^T v_t ;  o_t = scale * (read_gate_t q_t) S_t"""
+    """S_t = exp(log_decay_t) S_{t-1} + (write_gate_t k_t)^T v_t ;  o_t = scale * (read_gate_t q_t) S_t
+
+    v may have n times the heads of q and k: key head h then serves the n value heads from n*h on. Gates, decays and states are theirs.
+    """
     packing = check_recurrence(
         "linear_attention",
         q,
@@ -41,12 +44,13 @@ def linear_attention(
         write_gate=write_gate,
         initial_state=initial_state,
         cu_seqlens=cu_seqlens,
+        value_heads=True,
     )
     if log_decay is not None:
         if isinstance(log_decay, Tensor) and log_decay.ndim == 1:
-            check_shape("linear_attention", "log_decay", log_decay, "heads", q.shape[2:3], q.device)
+            check_shape("linear_attention", "log_decay", log_decay, "heads", v.shape[2:3], q.device)
         else:
-            check_shape("linear_attention", "log_decay", log_decay, "batch, time, heads", q.shape[:3], q.device)
+            check_shape("linear_attention", "log_decay", log_decay, "batch, time, heads", v.shape[:3], q.device)
     run = dispatch("linear_attention", backend, q, too_wide(q, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     with no_autocast(q.device):

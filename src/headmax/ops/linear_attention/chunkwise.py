@@ -8,7 +8,7 @@ from torch import Tensor
 from headmax.ops.checks import compute_dtype
 from headmax.ops.chunks import Chunks, chunk_scan, decay_from_start, decay_to_end, in_segments, pairwise_decay
 from headmax.ops.packing import Packing
-from headmax.ops.sequential import gated
+from headmax.ops.sequential import gated, per_value_head
 
 
 @in_segments
@@ -27,7 +27,8 @@ def linear_attention(
     dtype = compute_dtype(q.dtype)
     chunks = Chunks(q.shape[1], packing)
     read = scale if read_gate is None else (scale * read_gate.to(dtype)).unsqueeze(-1)
-    qc, kc, vc = chunks.split(q.to(dtype) * read), chunks.split(gated(k.to(dtype), write_gate)), chunks.split(v.to(dtype))
+    q, k, v, in_dtype = per_value_head(q.to(dtype), v), per_value_head(k.to(dtype), v), v.to(dtype), q.dtype
+    qc, kc, vc = chunks.split(q * read), chunks.split(gated(k, write_gate)), chunks.split(v)
     state = chunks.first_state(initial_state, qc, q.shape[3], v.shape[3])
     scores = qc @ kc.mT
     if log_decay is None:
@@ -40,4 +41,4 @@ def linear_attention(
         decay = steps.sum(-1).exp()[..., None, None]
     states, state = chunk_scan(kc.mT @ vc, decay, state, chunks.starts)
     o = torch.matmul(scores, vc) + torch.matmul(qc, states)
-    return chunks.join(o).to(q.dtype), state
+    return chunks.join(o).to(in_dtype), state

@@ -1,11 +1,11 @@
-"""flash-linear-attention's kernels behind our signature. It knows no gates, so they are multiplied on beforehand."""
+"""flash-linear-attention's kernels behind our signature. It knows neither gates nor grouped keys: both are applied beforehand."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from headmax.ops.packing import Packing
-from headmax.ops.sequential import gated
+from headmax.ops.sequential import gated, per_value_head
 
 
 def linear_attention(
@@ -17,7 +17,7 @@ def linear_attention(
 
     options = {"scale": scale, "initial_state": initial_state, "output_final_state": return_state}
     options["cu_seqlens"] = None if packing is None else packing.cu_seqlens
-    q, k = gated(q, read_gate), gated(k, write_gate)
+    q, k = gated(per_value_head(q, v), read_gate), gated(per_value_head(k, v), write_gate)
     if log_decay is None:
         return chunk_linear_attn(q, k, v, normalize=False, **options)
     if log_decay.ndim == 1 and not log_decay.requires_grad:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headmax.ops.sequential import gated, per_sequence
+from headmax.ops.sequential import gated, per_sequence, per_value_head
 
 
 @per_sequence
@@ -19,8 +19,8 @@ def linear_attention(
     scale: float,
     state: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    q, k = gated(q, read_gate) * scale, gated(k, write_gate)
-    decay = None if log_decay is None else log_decay.exp().expand(q.shape[:3])
+    q, k = gated(per_value_head(q, v), read_gate) * scale, gated(per_value_head(k, v), write_gate)
+    decay = None if log_decay is None else log_decay.exp().expand(v.shape[:3])
     o = []
     for t in range(q.shape[1]):  # S_t = a_t S_{t-1} + k_t^T v_t
         kept = state if decay is None else decay[:, t, :, None, None] * state
