@@ -208,7 +208,7 @@ def test_recipes_lists_counts_and_states(called: Called) -> None:
         (["generate", "m", "--promt", "x"], "generate: unknown option --promt, x; did you mean --prompt?"),
         (["generate"], "generate: missing CHECKPOINT"),
         (["train", "gla-tiny", "--data", "d"], "train: missing --out FOLDER"),
-        (["bench", "kernels", "--ops", "gla,retnet"], "--ops: unknown 'retnet'; known: 'linear_attention', 'gla', 'gated_delta_rule'"),
+        (["bench", "kernels", "--ops", "retnet"], "--ops: unknown 'retnet'; known: 'linear_attention', 'gla', 'gated_delta_rule', 'kda'"),
         (["train", "--out", "gla-tiny", "softmax-retnet-tiny"], "the recipe comes first, as in `headmax train softmax-gla-340m --out ...`"),
         (["train", "gla-tini", "--out", "gla-tiny"], "unknown recipe 'gla-tini'; did you mean 'gla-tiny'?"),
         (["plan", "softmax-gla-340m", "--tokens", "many"], "--tokens: must be a number such as 500000, 15e9, 0.5M or 15B, got 'many'"),
@@ -233,7 +233,7 @@ def test_kernel_benchmark_checks_before_it_times(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     metrics = {(record.impl, record.metric) for record in records.read(tmp_path / "k.jsonl")}
     assert ("hf", "gated_delta_rule/error") in metrics
-    for op in ("linear_attention", "gla", "gated_delta_rule"):
+    for op in ("linear_attention", "gla", "gated_delta_rule", "kda"):
         assert {("headmax", f"{op}/{metric}") for metric in ("error", "forward+backward", "time per token")} <= metrics
 
 

@@ -3,6 +3,7 @@
 import gc
 import itertools
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from headmax.ops import Packing, gla, linear_attention, registry
 from headmax.ops.spec import Case
 
-from .oracle import SPECS, distance
+from .oracle import SPECS, distance, run
 
 BACKENDS = ("reference", "chunkwise")
 PER_TOKEN = ("q", "k", "v", "log_decay", "beta", "read_gate", "write_gate")
@@ -73,8 +74,8 @@ def test_nothing_depends_on_later_tokens(name: str, backend: str, time: int, dat
 
 @pytest.mark.parametrize("name", SPECS)
 def test_packing_object_and_tensor_are_the_same(name: str) -> None:
-    spec, case = SPECS[name], SPECS[name].cases[9]
-    inputs = spec.inputs(case)
+    spec = SPECS[name]
+    inputs = spec.inputs(next(case for case in spec.cases if case.lengths))
     packing = inputs.pop("cu_seqlens")
     o, _ = spec.function(**inputs, cu_seqlens=packing)
     for boundaries in (packing.cu_seqlens, packing.cu_seqlens.int()):
@@ -100,7 +101,7 @@ def test_gates_are_factors_of_query_and_write(name: str) -> None:
     inputs = spec.inputs(Case(time=70, key=8, value=6, gates="both"), torch.float64)
     gated, _ = spec.function(**inputs)
     read, write = inputs.pop("read_gate")[..., None], inputs.pop("write_gate")[..., None]
-    target = "v" if name == "gated_delta_rule" else "k"
+    target = "v" if name in ("gated_delta_rule", "kda") else "k"
     ungated, _ = spec.function(**inputs | {target: inputs[target] * write})
     assert distance(gated, ungated * read) <= 1e-12
 
@@ -120,6 +121,47 @@ def test_a_key_head_serves_value_heads_that_follow_each_other(name: str, backend
         alone, last = spec.function(**own, return_state=True, backend=backend)
         assert distance(o[:, :, h], alone[:, :, 0]) <= 1e-13
         assert distance(state[:, h], last[:, 0]) <= 1e-13
+
+
+KDA = Case(batch=2, time=70, key=8, value=6, gates="both", initial_state=True)
+
+
+@pytest.mark.parametrize(("backend", "bound"), [("reference", 1e-12), ("chunkwise", 1e-12), ("triton", 1e-5)])
+def test_kda_with_one_decay_for_all_channels_is_the_gated_delta_rule(backend: str, bound: float) -> None:
+    if backend == "triton":
+        pytest.importorskip("triton")
+    device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
+    delta = SPECS["gated_delta_rule"]
+    inputs = delta.inputs(replace(KDA, batch=1, heads=1, value_heads=2), torch.float32 if backend == "triton" else torch.float64, device)
+    expected = run(delta, inputs, backend)
+    spread = inputs["log_decay"].unsqueeze(-1).expand(-1, -1, -1, KDA.key)
+    found = run(SPECS["kda"], inputs | {"log_decay": spread}, backend)
+    found["d_log_decay"] = found["d_log_decay"].sum(-1)
+    for key, x in found.items():
+        assert distance(x, expected[key]) <= bound, key
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_kda_whose_keys_recall_nothing_is_gla(backend: str) -> None:
+    """Each key has a channel of its own, as long as there are any: there is nothing to erase, and beta is one more write gate."""
+    inputs = SPECS["kda"].inputs(replace(KDA, time=8, initial_state=False, normalize=False), torch.float64)
+    inputs["k"] = torch.eye(8, dtype=torch.float64)[:, None].expand(2, 8, 2, 8)
+    o, state = SPECS["kda"].function(**inputs, return_state=True, backend=backend)
+    beta, _ = inputs.pop("beta"), inputs.pop("normalize_qk")
+    expected = gla(**inputs | {"write_gate": inputs["write_gate"] * beta}, return_state=True, backend=backend)
+    assert distance(o, expected[0]) <= 1e-13
+    assert distance(state, expected[1]) <= 1e-13
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_kda_that_writes_nothing_reads_what_decays(backend: str) -> None:
+    inputs = SPECS["kda"].inputs(replace(KDA, decay="mixed"), torch.float64) | {"normalize_qk": False}
+    inputs["beta"] = torch.zeros_like(inputs["beta"])
+    o, state = SPECS["kda"].function(**inputs, scale=1.0, return_state=True, backend=backend)
+    left = inputs["log_decay"].cumsum(1).exp()
+    read = inputs["q"] * inputs["read_gate"][..., None] * left
+    assert distance(o, torch.einsum("bthk,bhkv->bthv", read, inputs["initial_state"])) <= 1e-13
+    assert distance(state, left[:, -1, :, :, None] * inputs["initial_state"]) <= 1e-13
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -148,7 +190,9 @@ def test_parallel_form_of_the_paper(decay: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_compiles_into_one_graph_and_packing_does_not_recompile(name: str) -> None:
+def test_compiles_into_one_graph_and_packing_does_not_recompile(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In chunks of 2 tokens: decays per channel take a step for each power of two, which the compiler traces."""
+    monkeypatch.setattr("headmax.ops.packing.CHUNK", 2)
     spec = SPECS[name]
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(spec.function, fullgraph=True, backend=counter, dynamic=True)

@@ -29,6 +29,13 @@ CASES = [
     )
 ]
 CASES += [
+    pytest.param("kda", case, id=f"kda-{case}")
+    for case in (
+        Case(batch=2, time=3, heads=1, key=20, value=40, value_heads=2, gates="both", initial_state=True, decay="mixed"),
+        Case(time=1, heads=2, key=128, value=72, initial_state=True, normalize=False),
+    )
+]
+CASES += [
     pytest.param(name, replace(WITH_GATES, value_heads=6, decay=decay, normalize=normalize), id=f"{name}-value_heads-{decay}-{normalize}")
     for name, decay, normalize in (
         ("gated_delta_rule", "soft", True),

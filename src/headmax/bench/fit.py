@@ -137,10 +137,10 @@ def calls(dtype: torch.dtype, shared: int) -> Iterator[tuple[str, Callable[[], o
     """Every kernel of the package, called once or more, forward and backward."""
     for op, spec in SPECS.items():
         for width, (key, value) in WIDTHS.items():
-            if op == "gated_delta_rule" and dtype == torch.float32 and width == "wide" and shared < WIDE_DELTA:
+            if op in ("gated_delta_rule", "kda") and dtype == torch.float32 and width == "wide" and shared < WIDE_DELTA:
                 continue  # refused there, see its __init__
             function = functools.partial(spec.function, return_state=True, backend="triton")
-            times = (70, 2 * MIN_SEGMENT * LONG_CHUNK)  # the second is cut into segments
+            times = (70, 2 * MIN_SEGMENT * LONG_CHUNK)[op == "kda" :]  # the second is cut into segments; KDA's kernels take long to compile
             for time, decay in product(times, ("soft", "head", "none") if op == "linear_attention" else ("soft",)):
                 case = Case(time=time, heads=1, key=key, value=value, decay=decay, gates="both", initial_state=True)
                 call = functools.partial(spec.evaluate, spec.inputs(case, dtype), function)

@@ -14,19 +14,21 @@ from torch import Tensor
 from headmax.bench.timing import Ceilings, interleaved, kernel_times, median, paired, peak_memory
 from headmax.ops.gated_delta_rule.spec import SPEC as GATED_DELTA_RULE
 from headmax.ops.gla.spec import SPEC as GLA
+from headmax.ops.kda.spec import SPEC as KDA
 from headmax.ops.linear_attention.spec import SPEC as LINEAR_ATTENTION
 from headmax.ops.registry import suggest
 from headmax.ops.spec import Case, distance
 from headmax.records import Record, Recorder
 
-SPECS = {spec.name: spec for spec in (LINEAR_ATTENTION, GLA, GATED_DELTA_RULE)}
+SPECS = {spec.name: spec for spec in (LINEAR_ATTENTION, GLA, GATED_DELTA_RULE, KDA)}
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float64: 1e-10}
 RECIPE_CASES = {
     "linear_attention": Case(batch=8, time=4096, heads=4, key=256, value=512, decay="head"),
     "gla": Case(batch=8, time=4096, heads=4, key=128, value=256),
     "gated_delta_rule": Case(batch=8, time=4096, heads=4, key=128, value=256),
+    "kda": Case(batch=8, time=4096, heads=16, key=128, value=128),
 }
-"""What the layers of the 340m recipes call, at a batch of 32k tokens."""
+"""What the layers of the 340m recipes call, and Kimi-Linear's heads, half of them, at a batch of 32k tokens."""
 PAST_CACHE = 2**27
 """Bytes of inputs after which a GPU's cache no longer holds the first of them."""
 

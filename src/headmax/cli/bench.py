@@ -24,7 +24,9 @@ from headmax.cli.options import (
     one_of,
 )
 
-OPS = ("linear_attention", "gla", "gated_delta_rule")
+OPS = ("linear_attention", "gla", "gated_delta_rule", "kda")
+TUNED = ("linear_attention", "gla", "gated_delta_rule")
+"""KDA's kernels take the block shapes of the others."""
 
 
 def say(text: str) -> None:
@@ -277,7 +279,7 @@ def evaluation(
 
 
 def tune(
-    ops: Words = OPS,
+    ops: Words = TUNED,
     widths: Words = ("narrow", "wide"),
     processes: int = 8,
     out: File = None,
@@ -292,7 +294,7 @@ def tune(
         processes: parallel compilations.
         out: write the table to this file instead.
     """
-    one_of("ops", ops, OPS)
+    one_of("ops", ops, TUNED)
     one_of("widths", widths, ("narrow", "wide"))
     at_least(1, processes=processes)
     find_device("cuda", "headmax bench tune")

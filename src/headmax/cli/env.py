@@ -41,7 +41,7 @@ def env() -> None:
     if torch.backends.mps.is_available():
         print(f"{'GPU':24}Apple MPS")
     kind = "cuda" if torch.cuda.is_available() else "cpu"
-    for op in ("head_gate", "linear_attention", "gla", "gated_delta_rule"):
+    for op in ("head_gate", "linear_attention", "gla", "gated_delta_rule", "kda"):
         reasons = registry.obstacles(op, kind)
         chosen = next(name for name, reason in reasons.items() if reason is None)
         passed = "".join(f"; not {name}: {reason}" for name, reason in reasons.items() if reason is not None)

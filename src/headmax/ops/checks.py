@@ -52,7 +52,7 @@ def check_recurrence(
     cu_seqlens: Tensor | Packing | None,
     value_heads: bool = False,
 ) -> Packing | None:
-    """Checks what the three recurrences share and returns the packing, built here if it came as a tensor."""
+    """Checks what the recurrences share and returns the packing, built here if it came as a tensor."""
     check_rank(op, "q", q, "batch, time, heads, key")
     check_rank(op, "v", v, "batch, time, heads, value")
     (batch, time, heads, key), (_, _, out_heads, value), device = q.shape, v.shape, q.device

@@ -28,7 +28,7 @@ register("step", {"reference": _step, "triton": Lazy("headmax.ops.triton_step", 
 
 def _obstacle(op: Op, q: Tensor, v: Tensor) -> str | None:
     """Why the kernel cannot take a step of this op, or None."""
-    if op.__name__ not in ("linear_attention", "gla", "gated_delta_rule"):
+    if op.__name__ not in ("linear_attention", "gla", "gated_delta_rule", "kda"):
         return f"it does not know {op.__name__}"
     return too_wide(q, v)
 

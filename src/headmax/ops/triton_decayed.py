@@ -19,6 +19,7 @@ go back to q, k, gates and decays in the kernel that makes them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -98,9 +99,12 @@ def query_key_gradients_kernel(
     d_decay, table, scale, T,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     DECAY: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr, PACKED: tl.constexpr, DECAY_GRADIENT: tl.constexpr,
-    EXACT: tl.constexpr, PRECISION: tl.constexpr,
+    STRICT: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """From d scores = dO V^T, d reading = dO S^T and d writing = V dS'^T back to q and k; the row sums are the gates' gradients."""
+    """From d scores = dO V^T, d reading = dO S^T and d writing = V dS'^T back to q and k; the row sums are the gates' gradients.
+
+    STRICT, for decays per channel: tokens read only earlier ones, and nothing is written to the state.
+    """
     chunk, head = tl.program_id(0) // H, tl.program_id(0) % H
     first, count = chunk_span(chunk, table, T, C, PACKED)
     index, rows = chunk.to(tl.int64) * H + head, tl.arange(0, C)
@@ -126,6 +130,8 @@ def query_key_gradients_kernel(
         scores += tl.dot(t_o, tl.trans(t_v), input_precision=PRECISION)
     if DECAY == "channel":
         scores = tl.where(causal_mask(count, C), scores, 0.0)
+        if STRICT:
+            scores = tl.where(rows[:, None] > rows[None, :], scores, 0.0)
     else:
         b, left, total = decay_sums(log_decay, first, count, head, H, C, DECAY)
         from_start, to_end = decay_rows(b, count, C), decay_rows(left, count, C)
@@ -153,10 +159,11 @@ def query_key_gradients_kernel(
             t_v, t_o = tl.load(p_v, mask=in_v, other=0.0), tl.load(p_o, mask=in_o, other=0.0)
             t_s, t_d = tl.load(p_s, mask=in_s, other=0.0), tl.load(p_d, mask=in_d, other=0.0)
             g_q += tl.dot(t_o, tl.trans(t_s), input_precision=PRECISION)
-            if DECAY_GRADIENT and V > BV:
+            if DECAY_GRADIENT and V > BV and not STRICT:
                 g_k = settled(g_k, count)
-            g_k += tl.dot(t_v, tl.trans(t_d), input_precision=PRECISION)
-            if DECAY_GRADIENT:
+            if not STRICT:
+                g_k += tl.dot(t_v, tl.trans(t_d), input_precision=PRECISION)
+            if DECAY_GRADIENT and not STRICT:
                 kept += tl.sum(tl.reshape(t_s.to(tl.float32) * t_d.to(tl.float32), (BK, BV // 8, 8)), 2)
         if DECAY == "channel":
             p_r, in_r = tile(reading, first, count, head, k_start, H, K, C, BK)
@@ -248,40 +255,68 @@ class Prepared(NamedTuple):
     its tokens read through, which only the backward pass has."""
 
 
+class Reader(NamedTuple):
+    """What reads the states, queries or the delta rule's keys."""
+
+    x: Tensor
+    gate: Tensor | None
+    scale: float
+    dtype: torch.dtype
+    """Of its scores."""
+
+
+def prepare_channel(
+    readers: Sequence[Reader], k: Tensor, log_decay: Tensor, write_gate: Tensor | None, layout: Layout, backward: bool = False
+) -> list[Prepared]:
+    """`prepare` for a decay per channel, for each reader of the same keys; a chunk is mild if it is for all of them."""
+    (batch, time, heads, key), per_chunk = k.shape, (layout.chunks, k.shape[2])
+    writing, whole = torch.empty_like(k), k.new_empty((*per_chunk, key), dtype=torch.float32)
+    sums = torch.empty_like(k, dtype=torch.float64 if k.dtype == torch.float32 else torch.float32)
+    mild = [k.new_empty(per_chunk, dtype=torch.int32) for _ in readers]
+    reading = [torch.empty_like(k) for _ in readers]
+    scores = [k.new_empty((batch, time, heads, layout.chunk), dtype=reader.dtype) for reader in readers]
+    options = shape_arguments(k, layout) | {"WRITE": write_gate is not None, "BACKWARD": backward}
+    for exact in (False, True):  # float32 numbers need as much room as the exact form does
+        tiles = tile_arguments("prepare_exact" if exact or k.dtype == torch.float32 else "prepare_channel", k, key)
+        if exact and len(readers) > 1:
+            mild = [torch.stack(mild).amin(0)] * len(readers)
+        for n, reader in enumerate(readers):
+            launch(
+                prepare_channel_kernel, per_chunk,
+                (reader.x, k, log_decay, reader.gate, write_gate, sums, reading[n], writing, scores[n], whole, mild[n], layout.table,
+                 reader.scale, layout.length),
+                {**options, "READ": reader.gate is not None, "EXACT": exact, **tiles},
+            )  # fmt: skip
+    return [Prepared(reading[n], writing, scores[n], whole, mild[n], sums) for n in range(len(readers))]
+
+
 def prepare(
     q: Tensor, k: Tensor, log_decay: Tensor | None, read_gate: Tensor | None, write_gate: Tensor | None, scale: float, layout: Layout,
     backward: bool = False,
 ) -> Prepared:  # fmt: skip
     """For the forward pass, or for the backward pass, which has the scores transposed."""
     (batch, time, heads, key), kind = q.shape, decay_kind(log_decay)
-    channel, per_chunk = kind == "channel", (layout.chunks, heads)
+    if log_decay is not None and kind == "channel":
+        return prepare_channel([Reader(q, read_gate, scale, q.dtype)], k, log_decay, write_gate, layout, backward)[0]
     reading, writing, scores = torch.empty_like(q), torch.empty_like(k), q.new_empty((batch, time, heads, layout.chunk))
-    whole = q.new_empty((*per_chunk, key) if channel else per_chunk, dtype=torch.float32)
+    whole = q.new_empty((layout.chunks, heads), dtype=torch.float32)
     options = shape_arguments(q, layout) | {"READ": read_gate is not None, "WRITE": write_gate is not None, "BACKWARD": backward}
-    if not channel:
-        launch(
-            prepare_kernel, per_chunk,
-            (q, k, log_decay, read_gate, write_gate, reading, writing, scores, whole, layout.table, scale, layout.length),
-            {**options, "DECAY": kind, **tile_arguments("prepare", q, key)},
-        )  # fmt: skip
-        return Prepared(reading, writing, scores, whole, None, None)
-    mild = q.new_empty(per_chunk, dtype=torch.int32)
-    sums = torch.empty_like(q, dtype=torch.float64 if q.dtype == torch.float32 else torch.float32)
-    for exact in (False, True):  # float32 numbers need as much room as the exact form does
-        tiles = tile_arguments("prepare_exact" if exact or q.dtype == torch.float32 else "prepare_channel", q, key)
-        launch(
-            prepare_channel_kernel, per_chunk,
-            (q, k, log_decay, read_gate, write_gate, sums, reading, writing, scores, whole, mild, layout.table, scale, layout.length),
-            {**options, "EXACT": exact, **tiles},
-        )  # fmt: skip
-    return Prepared(reading, writing, scores, whole, mild, sums)
+    launch(
+        prepare_kernel, (layout.chunks, heads),
+        (q, k, log_decay, read_gate, write_gate, reading, writing, scores, whole, layout.table, scale, layout.length),
+        {**options, "DECAY": kind, **tile_arguments("prepare", q, key)},
+    )  # fmt: skip
+    return Prepared(reading, writing, scores, whole, None, None)
 
 
 def query_key_gradients(
     q: Tensor, k: Tensor, v: Tensor, d_o: Tensor, log_decay: Tensor | None, read_gate: Tensor | None, write_gate: Tensor | None,
-    scale: float, prepared: Prepared, states: Tensor, d_states: Tensor, layout: Layout, decay_gradient: bool,
+    scale: float, prepared: Prepared, states: Tensor, d_states: Tensor | None, layout: Layout, decay_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """d_q, d_k, the gradient of log_decay, empty if it has none, and those of the gates there are [gates, B, T, H]."""
+    """d_q, d_k, the gradient of log_decay, empty if it has none, and those of the gates there are [gates, B, T, H].
+
+    Without `d_states`, for a decay per channel: of a reader that reads earlier tokens alone and writes nothing to the states.
+    """
     (batch, time, heads, key), value, kind = q.shape, v.shape[3], decay_kind(log_decay)
     read, write = read_gate is not None, write_gate is not None
     d_q, d_k = torch.empty_like(q), torch.empty_like(k)
@@ -291,10 +326,12 @@ def query_key_gradients(
     else:
         d_decay = q.new_empty((batch, time, heads) if decay_gradient else (0,), dtype=torch.float32)
     args = (
-        q, k, v, d_o, log_decay, prepared.sums, read_gate, write_gate, prepared.reading, prepared.writing, states, d_states,
-        prepared.whole, prepared.mild, d_q, d_k, d_gates[:1], d_gates[-1:], d_decay, layout.table, scale, layout.length,
+        q, k, v, d_o, log_decay, prepared.sums, read_gate, write_gate, prepared.reading, prepared.writing, states,
+        states if d_states is None else d_states, prepared.whole, prepared.mild, d_q, d_k, d_gates[:1], d_gates[-1:], d_decay,
+        layout.table, scale, layout.length,
     )  # fmt: skip
-    options = {**shape_arguments(q, layout), "V": value, "DECAY": kind, "READ": read, "WRITE": write, "DECAY_GRADIENT": decay_gradient}
+    options = {**shape_arguments(q, layout), "V": value, "DECAY": kind, "READ": read, "WRITE": write, "DECAY_GRADIENT": decay_gradient,
+               "STRICT": d_states is None}  # fmt: skip
     options |= tile_arguments("query_key_gradients_channel" if kind == "channel" else "query_key_gradients", q, key, value)
     for exact in (False, True) if kind == "channel" else (False,):
         launch(query_key_gradients_kernel, (layout.chunks * heads,), args, options | {"EXACT": exact})

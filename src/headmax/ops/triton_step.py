@@ -15,7 +15,7 @@ from headmax.ops.triton_tiles import cdiv, power_of_2, processors
 
 EPS = tl.constexpr(1e-6)
 """Of unit lengths, as `gated_delta_rule` has it."""
-KINDS = {"linear_attention": "token", "gla": "channel", "gated_delta_rule": "delta"}
+KINDS = {"linear_attention": "token", "gla": "channel", "gated_delta_rule": "delta", "kda": "channel delta"}
 """The decays of each op that the kernel knows; those of linear attention may also be of a head, or none."""
 
 
@@ -31,14 +31,17 @@ def unit_length(x):
 
 @triton.jit
 def advance(state, q, k, v, decay, beta, read, write, DECAY: tl.constexpr):
-    """The state [K, V] after one token, and what it reads, o [V]; q and k [K], v [V], decay [K] for "channel", else numbers.
+    """The state [K, V] after one token, and what it reads, o [V]; q and k [K], v [V], decay [K] per channel, else numbers.
 
     "none", "head", "token": S ← decay S + (write k)^T v ;  o = (read q) S.  "channel": the same with diag(decay).
     "delta": S' = decay S ;  S ← S' + k^T u, u = beta (write v - k S') ;  o = (read q) S = read (q S' + <q, k> u), so that both sums over
-    the state are taken at once, and the gates are not waited for.
+    the state are taken at once, and the gates are not waited for.  "channel delta": the same with diag(decay).
     """
-    if DECAY == "delta":
-        state *= decay
+    if DECAY == "delta" or DECAY == "channel delta":
+        if DECAY == "delta":
+            state *= decay
+        else:
+            state *= decay[:, None]
         kept, seen = tl.reduce((k[:, None] * state, q[:, None] * state), 0, add_both)
         u = beta * (write * v - kept)
         return state + k[:, None] * u[None, :], read * (seen + tl.sum(q * k, 0) * u)
@@ -77,11 +80,11 @@ def step_kernel(
             write = tl.load(write_gate + row).to(tl.float32)
         if DECAY == "head":
             decay = tl.exp(tl.load(log_decay + head).to(tl.float32))
-        elif DECAY == "channel":
+        elif DECAY == "channel" or DECAY == "channel delta":
             decay = tl.exp(tl.load(log_decay + row * K + channel, mask=inside, other=0.0).to(tl.float32))
         elif DECAY != "none":
             decay = tl.exp(tl.load(log_decay + row).to(tl.float32))
-        if DECAY == "delta":
+        if beta is not None:
             strength = tl.load(beta + row).to(tl.float32)
         memory, o = advance(memory, t_q, t_k, t_v, decay, strength, read, write, DECAY)
         tl.store(out + row * V + column, o.to(out.dtype.element_ty), mask=there)
@@ -117,11 +120,11 @@ def step(
         kind = "none" if log_decay is None else "head"
     if kind == "head":
         check_shape(name, "log_decay", log_decay, "heads", (heads,), q.device)
-    elif kind == "channel":
+    elif kind in ("channel", "channel delta"):
         check_shape(name, "log_decay", log_decay, "batch, time, heads, key", (batch, time, heads, key), q.device)
     elif kind != "none":
         check_shape(name, "log_decay", log_decay, "batch, time, heads", (batch, time, heads), q.device)
-    if kind == "delta":
+    if kind in ("delta", "channel delta"):
         check_shape(name, "beta", beta, "batch, time, heads", (batch, time, heads), q.device)
     tensors = (x if x is None else x.contiguous() for x in (q, k, v, log_decay, beta, read_gate, write_gate))
     memory, out = state.contiguous(), torch.empty_like(v, memory_format=torch.contiguous_format)

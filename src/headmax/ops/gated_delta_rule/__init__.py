@@ -23,9 +23,9 @@ WIDE_DELTA = 150
 """KiB of shared memory that the kernels need for float32 keys wider than 128: both what is erased and what is written stay on chip."""
 
 
-def too_wide_for_the_gpu(q: Tensor) -> str | None:
+def too_wide_for_the_gpu(q: Tensor, computed_in: torch.dtype) -> str | None:
     """Why the kernels cannot take these keys on this GPU, or None."""
-    if q.dtype != torch.float32 or q.shape[3] <= 128 or q.device.type != "cuda":
+    if computed_in != torch.float32 or q.shape[3] <= 128 or q.device.type != "cuda":
         return None
     shared = shared_memory(q.device)
     return f"float32 keys wider than 128 need {WIDE_DELTA} KiB of shared memory, this GPU has {shared}" if shared < WIDE_DELTA else None
@@ -65,7 +65,7 @@ def gated_delta_rule(
     )
     for name, x in (("log_decay", log_decay), ("beta", beta)):
         check_shape("gated_delta_rule", name, x, "batch, time, heads", v.shape[:3], q.device)
-    run = dispatch("gated_delta_rule", backend, q, too_wide(q, v) or too_wide_for_the_gpu(q))
+    run = dispatch("gated_delta_rule", backend, q, too_wide(q, v) or too_wide_for_the_gpu(q, q.dtype))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     with no_autocast(q.device):
         o, state = run(q, k, v, log_decay, beta, normalize_qk, read_gate, write_gate, scale, initial_state, packing, return_state)

@@ -52,7 +52,7 @@ def gated_delta_rule(
     fresh, erase = solved.split([v.shape[3], q.shape[3]], -1)
 
     state = chunks.first_state(initial_state, qc, q.shape[3], v.shape[3])
-    states, u, state = delta_scan(fresh, erase, gated(kc, to_end), steps.sum(-1).exp(), state, chunks.starts)
+    states, u, state = delta_scan(fresh, erase, gated(kc, to_end), steps.sum(-1).exp()[..., None, None], state, chunks.starts)
     o = torch.matmul((qc @ kc.mT) * decay, u) + torch.matmul(gated(qc, from_start), states)
     return chunks.join(o).to(in_dtype), state
 
@@ -60,7 +60,7 @@ def gated_delta_rule(
 def scan_forward(
     fresh: Tensor, erase: Tensor, key_to_end: Tensor, decay: Tensor, initial: Tensor, starts: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    batch, chunks, heads = decay.shape
+    batch, chunks, heads = decay.shape[:3]
     states = fresh.new_empty(batch, chunks, heads, erase.shape[-1], fresh.shape[-1])
     u, final = torch.empty_like(fresh), torch.empty_like(initial)
     for rows, first, end in segments(starts, chunks):
@@ -68,7 +68,7 @@ def scan_forward(
         for n in range(first, end):
             states[:, n] = state
             u[:, n] = fresh[:, n] - erase[:, n] @ state
-            state = decay[:, n, :, None, None] * state + key_to_end[:, n].mT @ u[:, n]
+            state = decay[:, n] * state + key_to_end[:, n].mT @ u[:, n]
         final[rows] = state
     return states, u, final
 
@@ -76,7 +76,7 @@ def scan_forward(
 def fake_forward(
     fresh: Tensor, erase: Tensor, key_to_end: Tensor, decay: Tensor, initial: Tensor, starts: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    states = fresh.new_empty(*decay.shape, erase.shape[-1], fresh.shape[-1])
+    states = fresh.new_empty(*decay.shape[:3], erase.shape[-1], fresh.shape[-1])
     return states, torch.empty_like(fresh), torch.empty_like(initial)
 
 
@@ -93,14 +93,15 @@ def scan_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     d_fresh, d_erase, d_key = torch.empty_like(u), torch.empty_like(erase), torch.empty_like(key_to_end)
     d_decay, d_initial = torch.empty_like(decay), torch.empty_like(d_final)
+    summed = [axis for axis in (2, 3) if decay.shape[axis + 1] == 1]
     for rows, first, end in segments(starts, decay.shape[1]):
         gradient = d_final[rows]
         for n in reversed(range(first, end)):
             d_fresh[:, n] = d_u[:, n] + key_to_end[:, n] @ gradient
             d_key[:, n] = u[:, n] @ gradient.mT
             d_erase[:, n] = -d_fresh[:, n] @ states[:, n].mT
-            d_decay[:, n] = (gradient * states[:, n]).sum((-2, -1))
-            gradient = decay[:, n, :, None, None] * gradient + d_states[:, n] - erase[:, n].mT @ d_fresh[:, n]
+            d_decay[:, n] = (gradient * states[:, n]).sum(summed, keepdim=True)
+            gradient = decay[:, n] * gradient + d_states[:, n] - erase[:, n].mT @ d_fresh[:, n]
         d_initial[rows] = gradient
     return d_fresh, d_erase, d_key, d_decay, d_initial
 
@@ -131,7 +132,7 @@ class DeltaScan(torch.autograd.Function):
 def delta_scan(
     fresh: Tensor, erase: Tensor, key_to_end: Tensor, decay: Tensor, initial: Tensor, starts: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """u_n = fresh_n - erase_n S_n ;  S_{n+1} = decay_n S_n + key_to_end_n^T u_n.
+    """u_n = fresh_n - erase_n S_n ;  S_{n+1} = decay_n S_n + key_to_end_n^T u_n, with decay [batch, chunks, heads, 1 or key, 1].
 
     Returns the state before each chunk, all u, and the last state of each sequence.
     """

@@ -1,7 +1,9 @@
-"""The chunkwise gated delta rule in Triton. Once the writes u are known it is linear attention with values u, and shares its kernels.
+"""The chunkwise gated delta rule in Triton, with a decay per head or per key channel (KDA). Once the writes u are known it is linear
+attention with values u, and shares its kernels.
 
 Within a chunk (I + L) u = β (write_gate v - exp(b) k S), L the strictly lower part of β (K K^T ⊙ D): one triangular inverse per chunk,
 by substitution (a power series would cancel catastrophically where keys resemble each other), and two products that wait for the state.
+What depends on the kind of decay is made here for one per head, in triton_delta_channel.py for one per channel.
 """
 
 from __future__ import annotations
@@ -35,9 +37,11 @@ from headmax.ops.triton_common import (
     segment_span,
     state_tile,
     tile,
+    unit_lower_inverse,
 )
-from headmax.ops.triton_decayed import Prepared, prepare, query_key_gradients
-from headmax.ops.triton_scan import combine, scaled, shape_arguments, spread
+from headmax.ops.triton_decayed import Prepared, Reader, prepare, prepare_channel, query_key_gradients
+from headmax.ops.triton_delta_channel import channel_write_gradients, channel_writes
+from headmax.ops.triton_scan import combine, load_decays, scaled, shape_arguments, spread
 from headmax.ops.triton_tiles import cdiv, reads_in_scan, tile_arguments
 
 NARROWEST = 32
@@ -53,28 +57,6 @@ def key_products(k, first, count, head, H: tl.constexpr, K: tl.constexpr, C: tl.
         t_k = tl.load(p_k, mask=in_k, other=0.0)
         products += tl.dot(t_k, tl.trans(t_k), input_precision=PRECISION)
     return products
-
-
-@triton.jit
-def unit_lower_inverse(lower, C: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + lower)^-1 of a strictly lower [C, C] tile: its 16 x 16 diagonal blocks by substitution, all at once; then, with D the inverse
-    of the block diagonal and N = D (what lies below it), (I + N)^-1 D = (I - N)(I + N^2) D, exact since N^4 = 0 for four blocks.
-    """
-    tl.static_assert(C == 64)
-    rows = tl.arange(0, C)
-    same = (rows[:, None] // 16) == (rows[None, :] // 16)
-    small = tl.arange(0, 16)
-    solved = tl.sum(tl.reshape(tl.where(same, -lower, 0.0), (4, 16, 4, 16)), 2)
-    for i in range(1, 16):
-        row = tl.sum(tl.where(small[None, :, None] == i, solved, 0.0), 1)
-        row += tl.sum(row[:, :, None] * solved, 1)
-        solved = tl.where(small[None, :, None] == i, row[:, None, :], solved)
-    solved += tl.where(small[None, :, None] == small[None, None, :], 1.0, 0.0)
-    blocks = tl.reshape(tl.broadcast_to(solved[:, :, None, :], (4, 16, 4, 16)), (C, C))
-    blocks = tl.where(same, blocks, 0.0)
-    below = tl.dot(blocks, tl.where(same, 0.0, lower), input_precision=PRECISION)
-    inverse = blocks + tl.dot(below, tl.dot(below, blocks, input_precision=PRECISION), input_precision=PRECISION)
-    return inverse - tl.dot(below, inverse, input_precision=PRECISION)
 
 
 @triton.jit
@@ -139,13 +121,22 @@ def load_begin(
 
 
 @triton.jit
+def halved_decay(whole, mild, index, K: tl.constexpr, BK: tl.constexpr):
+    """`half` of a chunk's decay per channel [BK], which the state meets before and after the chunk's writes, and what it meets between."""
+    total = load_decays(whole, index, True, 0, K, BK, True)
+    half = tl.where(tl.load(mild + index) != 0, 0.5 * total, 0.0)
+    return half, total - 2 * half
+
+
+@triton.jit
 def delta_scan_kernel(
-    reading, writing, scores, erase, fresh, whole, begin, cut, states, u, end, table, starts, segments, T,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
-    BEGIN: tl.constexpr, STORE: tl.constexpr, READ: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr,
+    reading, writing, scores, erase, fresh, whole, mild, begin, cut, states, u, end, table, starts, segments, T,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CHANNEL: tl.constexpr,
+    PACKED: tl.constexpr, BEGIN: tl.constexpr, STORE: tl.constexpr, READ: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """u = fresh - erase S ;  S' = exp(whole) S + writing^T u, some columns of the state through a segment of a sequence.
 
+    If the decay is per CHANNEL, 2^half S stands for S and 2^half writing for writing, see triton_scan.py.
     STORE keeps S and u for each chunk, READ in the place of u what is read out, reading S + scores u; both keep the last state, and begin
     with `cut` (see below) if CUT. With neither it is to fill `cut`: a sequence's first segment begins with `begin`, the last is left out,
     and those between turn the identity too, in further columns, which nothing is written to.
@@ -174,6 +165,9 @@ def delta_scan_kernel(
             p_r, in_r = tile(reading, token, count, head, 0, H, K, C, BK)
             p_a, in_a = tile(scores, token, count, head, 0, H, C, C, C)
             t_r, t_a = tl.load(p_r, mask=in_r, other=0.0), tl.load(p_a, mask=in_a, other=0.0)
+        if CHANNEL:
+            half, rest = halved_decay(whole, mild, index, K, BK)
+            state = scaled(state, half, CHANNEL)
         rounded = state.to(t_w.dtype)
         t_u = (t_f.to(tl.float32) - tl.dot(t_e, rounded, input_precision=PRECISION)).to(t_w.dtype)
         p_u, in_u = tile(u, token, count, head, v_start, H, V, C, BV)
@@ -181,7 +175,11 @@ def delta_scan_kernel(
             p_s, in_s = state_tile(states, index, 0, v_start, K, V, BK, BV)
             tl.store(p_s, rounded, mask=in_s)
             tl.store(p_u, t_u, mask=in_u)
-        state = scaled(state, tl.load(whole + index), False) + tl.dot(tl.trans(t_w), t_u, input_precision=PRECISION)
+        if CHANNEL:
+            state = scaled(state, rest, CHANNEL) + tl.dot(tl.trans(t_w), t_u, input_precision=PRECISION)
+            state = scaled(state, half, CHANNEL)
+        else:
+            state = scaled(state, tl.load(whole + index), CHANNEL) + tl.dot(tl.trans(t_w), t_u, input_precision=PRECISION)
         if READ:
             out = tl.dot(t_a, t_u, tl.dot(t_r, rounded, input_precision=PRECISION), input_precision=PRECISION)
             tl.store(p_u, out.to(u.dtype.element_ty), mask=in_u)
@@ -196,13 +194,14 @@ def delta_scan_kernel(
 
 @triton.jit
 def delta_scan_back_kernel(
-    reading, writing, erase, d_o, whole, begin, cut, d_states, d_u, end, table, starts, segments, T,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
-    BEGIN: tl.constexpr, STORE: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr,
+    reading, writing, erase, d_o, whole, mild, begin, cut, d_states, d_u, end, table, starts, segments, T,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CHANNEL: tl.constexpr,
+    PACKED: tl.constexpr, BEGIN: tl.constexpr, STORE: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dU += writing dS' ;  dS = exp(whole) dS' + reading^T dO - erase^T dU, backwards through a segment of a sequence.
 
-    Without STORE it is to fill `cut`: then the last segment begins with `begin`, and the first is left out.
+    If the decay is per CHANNEL, all but dU is 2^half times itself. Without STORE it is to fill `cut`: then the last segment begins with
+    `begin`, and the first is left out.
     A chunk's decay and what there is of its dU are fetched one chunk ahead: no step waits for them.
     """
     v_start, run, head = channel_block(H, V, BV)
@@ -216,7 +215,8 @@ def delta_scan_back_kernel(
     first = token + (chunks - 1) * C
     p_u, in_u = tile(d_u, first, tl.minimum(C, last - first).to(tl.int32), head, v_start, H, V, C, BV)
     t_u = tl.load(p_u, mask=in_u & (chunks > 0), other=0.0)
-    decay = tl.load(whole + (first_chunk + chunks - 1).to(tl.int64) * H + head, mask=chunks > 0, other=0.0)
+    if not CHANNEL:
+        decay = tl.load(whole + (first_chunk + chunks - 1).to(tl.int64) * H + head, mask=chunks > 0, other=0.0)
     for i in range(chunks):
         n = chunks - 1 - i
         first = token + n * C
@@ -229,16 +229,27 @@ def delta_scan_back_kernel(
         p_u, in_u = tile(d_u, first, count, head, v_start, H, V, C, BV)
         t_r, t_w, t_e = tl.load(p_r, mask=in_r, other=0.0), tl.load(p_w, mask=in_w, other=0.0), tl.load(p_e, mask=in_e, other=0.0)
         t_o, next_u = tl.load(p_o, mask=in_o, other=0.0), tl.load(p_u - C * H * V, mask=(n > 0) & (columns < V)[None, :], other=0.0)
-        next_decay = tl.load(whole + index - H, mask=n > 0, other=0.0)
+        if CHANNEL:
+            half, rest = halved_decay(whole, mild, index, K, BK)
+            gradient = scaled(gradient, half, CHANNEL)
+        else:
+            next_decay = tl.load(whole + index - H, mask=n > 0, other=0.0)
         rounded = gradient.to(t_w.dtype)
         t_u = (t_u.to(tl.float32) + tl.dot(t_w, rounded, input_precision=PRECISION)).to(t_w.dtype)
         if STORE:
             p_s, in_s = state_tile(d_states, index, 0, v_start, K, V, BK, BV)
             tl.store(p_s, rounded, mask=in_s)
             tl.store(p_u, t_u, mask=in_u)
-        gradient = scaled(gradient, decay, False) + tl.dot(tl.trans(t_r), t_o, input_precision=PRECISION)
+        if CHANNEL:
+            gradient = scaled(gradient, rest, CHANNEL) + tl.dot(tl.trans(t_r), t_o, input_precision=PRECISION)
+        else:
+            gradient = scaled(gradient, decay, CHANNEL) + tl.dot(tl.trans(t_r), t_o, input_precision=PRECISION)
         gradient -= tl.dot(tl.trans(t_e), t_u, input_precision=PRECISION)
-        t_u, decay = next_u, next_decay
+        t_u = next_u
+        if CHANNEL:
+            gradient = scaled(gradient, half, CHANNEL)
+        else:
+            decay = next_decay
     if STORE:
         p_end, in_end = state_tile(end, whole_place, 0, v_start, K, V, BK, BV)
         tl.store(p_end, gradient, mask=in_end & (segment == 0))
@@ -391,6 +402,23 @@ def writes(
     return written
 
 
+def write_gradients(
+    k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, write_gate: Tensor | None, inverse: Tensor, states: Tensor, d_u: Tensor,
+    d_k: Tensor, d_decay: Tensor, layout: Layout,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of v, beta and write_gate, empty if there is none; adds to d_k and d_decay in place."""
+    d_v, d_beta = torch.empty_like(v), torch.empty_like(beta, dtype=torch.float32)
+    d_write = v.new_empty(0 if write_gate is None else write_gate.shape, dtype=torch.float32)
+    (_, _, heads, key), value = k.shape, v.shape[3]
+    launch(
+        delta_write_gradients_kernel, (layout.chunks, heads),
+        (k, v, log_decay, beta, write_gate, inverse, states, d_u, d_k, d_v, d_beta, d_write, d_decay, layout.table, layout.length),
+        {**shape_arguments(k, layout), "V": value, "DECAY": "token", "WRITE": write_gate is not None,
+         **tile_arguments("delta_write_gradients", k, key, value)},
+    )  # fmt: skip
+    return d_v, d_beta, d_write
+
+
 # Sequences too few to keep the GPU busy are cut into segments, which run at the same time. First to know what they do: the first segment
 # begins with what is given, those between with nothing and with the identity, and the last, which hands nothing on, waits. Then all begin
 # with what is handed to them. `cut` [sequences * segments, heads, key, value + key] has what segments end with, later what they begin with,
@@ -433,7 +461,8 @@ def delta_scan(
     final = new((runs, heads, key, value), dtype=torch.float32)
     if cut is None:
         cut = new(cut_shape(written.erase, written.fresh, layout), dtype=torch.float32)
-    segments, shape = cut.shape[0] // runs or 1, shape_arguments(written.erase, layout) | {"V": value}
+    segments = cut.shape[0] // runs or 1
+    shape = shape_arguments(written.erase, layout) | {"V": value, "CHANNEL": prepared.whole.ndim == 3}
 
     def run(kernel: str, probe: bool) -> None:
         tiles, _ = spread(kernel, written.erase, written.fresh, layout, NARROWEST)
@@ -441,8 +470,8 @@ def delta_scan(
         begun = not probe and segments > 1
         launch(
             delta_scan_kernel, (runs * segments * heads * blocks,),
-            (prepared.reading, prepared.writing, prepared.scores, written.erase, written.fresh, prepared.whole, initial, cut, states, u,
-             final, layout.table, layout.starts, segments, layout.length),
+            (prepared.reading, prepared.writing, prepared.scores, written.erase, written.fresh, prepared.whole, prepared.mild, initial, cut,
+             states, u, final, layout.table, layout.starts, segments, layout.length),
             {**shape, "BEGIN": initial is not None and not begun, "STORE": not (probe or read), "READ": read and not probe, "CUT": begun,
              **tiles},
         )  # fmt: skip
@@ -461,15 +490,16 @@ def delta_scan_back(
     key, (_, _, heads, value), runs = written.erase.shape[3], d_o.shape, layout.sequences
     d_states = d_o.new_empty((layout.chunks, heads, key, value))
     d_initial = d_o.new_empty((runs, heads, key, value), dtype=torch.float32)
-    segments, shape = cut.shape[0] // runs or 1, shape_arguments(written.erase, layout) | {"V": value}
+    segments = cut.shape[0] // runs or 1
+    shape = shape_arguments(written.erase, layout) | {"V": value, "CHANNEL": prepared.whole.ndim == 3}
     tiles, _ = spread("delta_scan_back", written.erase, d_o, layout, NARROWEST)
 
     def run(cut: Tensor, probe: bool) -> None:
         begun = not probe and segments > 1
         launch(
             delta_scan_back_kernel, (runs * segments * heads * cdiv(value, tiles["BV"]),),
-            (prepared.reading, prepared.writing, written.erase, d_o, prepared.whole, d_final, cut, d_states, d_u, d_initial, layout.table,
-             layout.starts, segments, layout.length),
+            (prepared.reading, prepared.writing, written.erase, d_o, prepared.whole, prepared.mild, d_final, cut, d_states, d_u,
+             d_initial, layout.table, layout.starts, segments, layout.length),
             {**shape, "BEGIN": d_final is not None and not begun, "STORE": not probe, "CUT": begun, **tiles},
         )  # fmt: skip
 
@@ -499,6 +529,22 @@ def keys_gradient(d_x: Tensor, x: Tensor, normalize: bool) -> Tensor:
     return triton_unit.unit_length_gradient(x, d_x, EPS) if normalize else d_x
 
 
+def prepare_writes(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, read_gate: Tensor | None, write_gate: Tensor | None, scale: float,
+    layout: Layout, inverse: Tensor | None = None,
+) -> tuple[Prepared, Prepared | None, Written]:  # fmt: skip
+    """What queries read with, what keys times β do if the decay is per channel, and the writes; for the backward pass with the inverses."""
+    backward = inverse is not None
+    if log_decay.ndim == 3:
+        prepared = prepare(q, k, log_decay, read_gate, None, scale, layout, backward)
+        return prepared, None, writes(k, v, log_decay, beta, write_gate, layout, inverse)
+    readers = Reader(q, read_gate, scale, q.dtype), Reader(k, beta, 1.0, q.dtype if backward else torch.float32)  # L is inverted in float32
+    prepared, erasing = prepare_channel(readers, k, log_decay, None, layout, backward)
+    if inverse is None:
+        return prepared, erasing, Written(*channel_writes(erasing, v, beta, write_gate, layout, empty_inverse(v), known=False))
+    return prepared, erasing, Written(*channel_writes(erasing, v, beta, write_gate, layout, inverse, known=True))
+
+
 def forward(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, read_gate: Tensor | None, write_gate: Tensor | None,
     scale: float, initial: Tensor | None, table: Tensor | None, starts: Tensor | None, normalize: bool,
@@ -506,8 +552,7 @@ def forward(
     """o, the final state, and for the backward pass the inverses and `cut`, which take longer to make than to keep."""
     layout = Layout(q.shape[0], q.shape[1], table, starts)
     q, k = keys_for(q, v, normalize), keys_for(k, v, normalize)
-    prepared = prepare(q, k, log_decay, read_gate, None, scale, layout)
-    written = writes(k, v, log_decay, beta, write_gate, layout)
+    prepared, _, written = prepare_writes(q, k, v, log_decay, beta, read_gate, write_gate, scale, layout)
     read = reads_in_scan(k, "delta_read_scan")
     scanned = delta_scan(prepared, written, initial, layout, read=read)
     o = scanned.u if read else combine(prepared.reading, prepared.scores, scanned.u, scanned.states, layout)
@@ -530,23 +575,20 @@ def backward(
     d_final = None if d_final is None else d_final.contiguous()
     given_q, given_k = q, k
     q, k = keys_for(q, v, normalize), keys_for(k, v, normalize)
-    prepared = prepare(q, k, log_decay, read_gate, None, scale, layout, backward=True)
-    written = writes(k, v, log_decay, beta, write_gate, layout, inverse)
+    prepared, erasing, written = prepare_writes(q, k, v, log_decay, beta, read_gate, write_gate, scale, layout, inverse)
     states, u, _, _ = delta_scan(prepared, written, initial, layout, cut)
     d_u = combine(prepared.writing, prepared.scores, d_o, None, layout)
     d_states, d_initial = delta_scan_back(prepared, written, cut, d_o, d_u, d_final, layout)
     d_q, d_k, d_decay, d_gates = query_key_gradients(
         q, k, u, d_o, log_decay, read_gate, None, scale, prepared, states, d_states, layout, decay_gradient=True
     )
-    d_v, d_beta = torch.empty_like(v), torch.empty_like(beta, dtype=torch.float32)
-    d_write = q.new_empty(0 if write_gate is None else write_gate.shape, dtype=torch.float32)
-    (_, _, heads, key), value = q.shape, v.shape[3]
-    launch(
-        delta_write_gradients_kernel, (layout.chunks, heads),
-        (k, v, log_decay, beta, write_gate, written.inverse, states, d_u, d_k, d_v, d_beta, d_write, d_decay, table, layout.length),
-        {**shape_arguments(q, layout), "V": value, "DECAY": "token", "WRITE": write_gate is not None,
-         **tile_arguments("delta_write_gradients", q, key, value)},
-    )  # fmt: skip
+    if erasing is None:
+        d_v, d_beta, d_write = write_gradients(k, v, log_decay, beta, write_gate, inverse, states, d_u, d_k, d_decay, layout)
+    else:
+        d_v, d_beta, d_write, further_k, further_decay = channel_write_gradients(
+            erasing, k, v, log_decay, beta, write_gate, inverse, states, u, d_u, layout
+        )
+        d_k, d_decay = d_k + further_k, d_decay.float() + further_decay
     d_read = q.new_empty(0, dtype=torch.float32) if read_gate is None else d_gates[0]
     d_q, d_k = keys_gradient(d_q, given_q, normalize), keys_gradient(d_k, given_k, normalize)
     return [d_q, d_k, d_v, d_decay, d_beta, d_read, d_write, d_initial]
@@ -564,7 +606,7 @@ _backward = define_op("gated_delta_rule_backward", backward, fake_backward)
 
 
 class GatedDeltaRule(torch.autograd.Function):
-    """o, and the final state if `return_state`. Saves its inputs, the inverses and `cut`; unit lengths are computed again."""
+    """o, and the final state if `return_state`. Saves its inputs, the inverses and `cut`; all else is computed again."""
 
     @staticmethod
     def forward(ctx, q, k, v, log_decay, beta, read_gate, write_gate, scale, initial, table, starts, normalize, return_state):
@@ -590,6 +632,13 @@ def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, normalize_qk: bool, read_gate: Tensor | None,
     write_gate: Tensor | None, scale: float, initial_state: Tensor | None, packing: Packing | None, return_state: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """With log_decay [B,T,H], or [B,T,H,K] for KDA."""
+    if q.dtype == torch.float16 and log_decay.ndim == 4:  # a chunk's decays do not fit float16's range
+        wide = q.float(), k.float(), v.float()
+        o, state = gated_delta_rule(
+            *wide, log_decay, beta, normalize_qk, read_gate, write_gate, scale, initial_state, packing, return_state
+        )
+        return o.half(), state
     *given, initial = contiguous(q, k, v, log_decay, beta, read_gate, write_gate, initial_state)
     table, starts = (None, None) if packing is None else packing.chunks(CHUNK)
     result = GatedDeltaRule.apply(*given, scale, initial, table, starts, normalize_qk, return_state)

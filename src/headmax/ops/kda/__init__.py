@@ -1,0 +1,56 @@
+"""Kimi delta attention: the delta rule with a decay per key channel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from headmax.ops.checks import check_recurrence, check_shape, too_wide
+from headmax.ops.gated_delta_rule import too_wide_for_the_gpu
+from headmax.ops.kda import chunkwise, reference
+from headmax.ops.packing import Packing
+from headmax.ops.registry import dispatch, no_autocast, register_recurrence
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+register_recurrence("kda", reference.kda, chunkwise.kda)
+
+
+def kda(
+    q: Float[Tensor, "batch time key_heads key"],
+    k: Float[Tensor, "batch time key_heads key"],
+    v: Float[Tensor, "batch time heads value"],
+    log_decay: Float[Tensor, "batch time heads key"],
+    beta: Float[Tensor, "batch time heads"],
+    *,
+    normalize_qk: bool = False,
+    read_gate: Float[Tensor, "batch time heads"] | None = None,
+    write_gate: Float[Tensor, "batch time heads"] | None = None,
+    scale: float | None = None,
+    initial_state: Float[Tensor, "sequences heads key value"] | None = None,
+    return_state: bool = False,
+    cu_seqlens: Tensor | Packing | None = None,
+    backend: str = "auto",
+) -> tuple[Float[Tensor, "batch time heads value"], Float[Tensor, "sequences heads key value"] | None]:
+    """S' = diag(exp(log_decay_t)) S_{t-1} ;  u_t = beta_t (write_gate_t v_t - k_t S') ;  S_t = S' + k_t^T u_t
+
+    o_t = scale * (read_gate_t q_t) S_t
+
+    v may have n times the heads of q and k: key head h then serves the n value heads from n*h on. Decays are theirs: two value heads that
+    share a key may forget it differently.
+    `normalize_qk` first scales q and k to unit length, x / sqrt(|x|^2 + 1e-6).
+    """
+    packing = check_recurrence(
+        "kda", q, k, v, read_gate=read_gate, write_gate=write_gate, initial_state=initial_state, cu_seqlens=cu_seqlens, value_heads=True
+    )
+    check_shape("kda", "log_decay", log_decay, "batch, time, heads, key", (*v.shape[:3], q.shape[3]), q.device)
+    check_shape("kda", "beta", beta, "batch, time, heads", v.shape[:3], q.device)
+    computed_in = torch.float32 if q.dtype == torch.float16 else q.dtype  # by the kernels
+    run = dispatch("kda", backend, q, too_wide(q, v) or too_wide_for_the_gpu(q, computed_in))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    with no_autocast(q.device):
+        o, state = run(q, k, v, log_decay, beta, normalize_qk, read_gate, write_gate, scale, initial_state, packing, return_state)
+    return o, state if return_state else None
