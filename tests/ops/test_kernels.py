@@ -92,7 +92,7 @@ def test_blocks_of_states_half_as_wide_change_no_bit(name: str, kernel: str, key
             for lengths in (None, EMPTY_BETWEEN)
             for begin in ((4, True), (4, False), (2, True))
         ],
-        [(torch.float32, EMPTY_BETWEEN, 4, True), (torch.bfloat16, None, 4, False), (torch.float32, None, 2, True)],
+        [(torch.float32, EMPTY_BETWEEN, 4, True), (torch.bfloat16, None, 4, False)],
     ),
 )
 def test_segments_of_a_sequence_change_nothing(
@@ -186,7 +186,7 @@ def test_chunks_that_write_or_read_nothing_have_gradients(scale: float, write: f
         assert distance(x, expected[key]) <= 2e-5, key
 
 
-NEAR_THE_RANGE = [(name, step) for name, steps in {"gla": (-0.5, -1.3, -1.6, -1.85, -1.9), "kda": (-1.6, -1.85)}.items() for step in steps]
+NEAR_THE_RANGE = [(name, step) for name, steps in {"gla": (-0.5, -1.3, -1.6, -1.85, -1.9), "kda": (-1.85,)}.items() for step in steps]
 
 
 @here
@@ -283,12 +283,13 @@ def test_gates_save_nothing_but_themselves(name: str) -> None:
             SPECS[name].function(**inputs, backend="triton")
         return sum(kept.values())
 
-    plain, gated = (saved(Case(batch=2, time=150, heads=2, key=20, value=24, gates=gates)) for gates in ("", "both"))
-    assert gated - plain == 2 * 4 * 2 * 150 * 2
+    case = both(name)
+    plain, gated = (saved(replace(case, gates=gates)) for gates in ("", "both"))
+    assert gated - plain == 2 * 4 * case.batch * case.time * case.heads
 
 
 @here
-@pytest.mark.parametrize(("name", "dynamic"), each([(None,), (True,)], [(True,)]))
+@pytest.mark.parametrize(("name", "dynamic"), each([(None,), (True,)], [(True,)] if GPU else []))
 def test_compiled_and_eager_agree_without_a_graph_break(name: str, dynamic: bool | None) -> None:
     inputs = inputs_of(name, both(name))
     spec = SPECS[name]

@@ -28,12 +28,11 @@ SPEC = Spec(
     cases=(
         Case(time=1, key=20, value=40, gates="both", initial_state=True),
         Case(batch=2, time=17, heads=1, key=40, value=80, value_heads=3, gates="both", normalize=False),
-        Case(time=70, heads=1, key=96, value=192, initial_state=True),
+        Case(time=70, heads=1, key=96, value=192, gates="read", initial_state=True),
         STEEP,
-        replace(STEEP, normalize=False, gates="read", value_heads=2, decay="soft"),
         PACKED,
         *WIDE,
-        replace(PACKED, value_heads=2, decay="mixed"),
+        replace(PACKED, decay="mixed"),
     ),
     # K K^T, Q K^T, the solve for V + K columns, the product with U; reading, erasing and writing the state
     flops=lambda case: intra_inter_flops(case, intra=3 * case.key + 2 * case.value, inter=3),

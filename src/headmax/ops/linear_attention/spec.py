@@ -19,13 +19,19 @@ def _inputs(case: Case, generator: torch.Generator) -> dict[str, Any]:
 
 
 CASES = covering_cases({"decay": "head"})
+GROUPED = (
+    Case(batch=2, time=17, heads=2, key=24, value=40, value_heads=4, gates="both", decay="head"),
+    Case(time=70, heads=1, key=40, value=80, value_heads=3, initial_state=True, decay="none"),
+    Case(time=73, heads=1, key=40, value=20, value_heads=2, gates="both", initial_state=True, lengths=(0, 1, 0, 70, 2, 0), decay="mixed"),
+)
+"""Several value heads to a key head."""
 SPEC = Spec(
     name="linear_attention",
     function=linear_attention,
     extra_inputs=_inputs,
     cases=CASES
     + tuple(replace(case, decay=decay) for decay in ("none", "soft", "mixed") for case in (CASES[1], CASES[3], CASES[8], CASES[9]))
-    + tuple(replace(CASES[n], value_heads=3 * CASES[n].heads, decay=decay) for n, decay in ((1, "head"), (3, "none"), (9, "mixed"))),
+    + GROUPED,
     flops=lambda case: intra_inter_flops(case, intra=case.key + case.value, inter=2),
     extra_numbers=lambda case: case.batch * case.time * case.out_heads * (case.decay in ("soft", "mixed")),
 )
