@@ -10,7 +10,7 @@ from headmax import records
 from headmax.analysis import theory
 from headmax.analysis.style import save, styled, subplots
 from headmax.layers import HeadGateConfig
-from headmax.recipes.language import BACKBONES
+from headmax.recipes.language import backbones
 from headmax.records import Record, Recorder
 
 EPS = (1e-8, 1e-6, 1e-4, 1e-2)
@@ -118,8 +118,8 @@ def _read_gate(make: Recorder, folder: Path) -> list[Record]:
 
 def _before_training(make: Recorder) -> list[Record]:
     made = []
-    for backbone in (name for name in BACKBONES if name != "transformer"):
+    for backbone in (name for name in backbones() if name != "transformer"):
         for name, gate in CONSTANTS.items():
-            found = zip(("norm's input", "mixer's output"), theory.before_training(BACKBONES[backbone], gate), strict=True)
+            found = zip(("norm's input", "mixer's output"), theory.before_training(backbones()[backbone].name, gate), strict=True)
             made += [make(f"before training, {backbone}, {name}", "headmax", what, size, "rms") for what, size in found]
     return made

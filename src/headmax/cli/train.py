@@ -23,6 +23,8 @@ ALIASES = {"strategy": ("--parallel",)}
 """What 0.1 called the option."""
 COUNTS = {"token_budget": COUNT, "batch_tokens": COUNT, "warmup_tokens": COUNT_OR_ZERO}
 """Fields that may be written as 15B or 15e9."""
+HINTS: dict[str, Any] = {"mixer": str | list[str]}
+"""Fields that take less on the command line: a mixer's name, not its settings."""
 METAVARS = {
     "device": "{auto,cpu,cuda}",
     "wandb": "PROJECT",
@@ -55,7 +57,7 @@ def as_options(defaults: Any) -> Any:
             nested = as_options(value)
             options.append((name, type(nested), nested))
         elif name in docs and name != "head_gate":  # a plain backbone gets its gates from the softmax recipe
-            options.append((name, Annotated[hint, *marks(name, docs[name])], value))
+            options.append((name, Annotated[HINTS.get(name, hint), *marks(name, docs[name])], value))
     return make_dataclass(kind.__name__, options, frozen=True, namespace={"__doc__": kind.__doc__, "built": kind})()
 
 

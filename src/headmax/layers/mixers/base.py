@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from headmax.layers.fusion import intact
 from headmax.layers.head_gate import HeadGate, HeadGateConfig
 from headmax.layers.initialized import Initialized
-from headmax.layers.norm import OutputNorm, OutputNormKind, RMSNorm, read_out, times_gates
+from headmax.layers.mixers.config import RecurrentConfig
+from headmax.layers.norm import OutputNorm, RMSNorm, read_out, times_gates
 from headmax.layers.padding import Padding
 from headmax.layers.projection import as_multiplied, joint_product
 from headmax.layers.rotary import Rotary, RotarySettings
 from headmax.layers.short_conv import ShortConvolution
 from headmax.ops.packing import Packing
+from headmax.ops.spec import Case
 from headmax.ops.step import Op, step
 
 Run = Callable[..., tuple[Tensor, Tensor | None]]
@@ -137,8 +139,6 @@ def head_width(name: str, width: int | None, total: int, num_heads: int) -> int:
     if num_heads < 1:
         raise ValueError(f"num_heads must be at least 1, got {num_heads}")
     if width is not None:
-        if width < 1:
-            raise ValueError(f"{name} must be at least 1, got {width}")
         return width
     if total % num_heads or total < num_heads:
         raise ValueError(f"{name}: {total} channels do not split over {num_heads} heads; give {name} or another num_heads")
@@ -160,30 +160,25 @@ class RecurrentMixer(Initialized):
         self,
         hidden_size: int,
         num_heads: int,
+        config: RecurrentConfig,
         *,
-        head_k_dim: int,
-        head_v_dim: int,
-        num_v_heads: int | None = None,
-        conv_size: int | None = None,
-        output_gate: bool = True,
-        output_norm: OutputNormKind = "head",
         norm_eps: float = 1e-6,
         head_gate: HeadGateConfig | None = None,
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        self.num_heads, self.num_v_heads = num_heads, num_heads if num_v_heads is None else num_v_heads
-        if self.num_v_heads < 1 or self.num_v_heads % num_heads:
-            raise ValueError(f"num_v_heads must be a multiple of num_heads {num_heads}, got {num_v_heads}")
-        self.head_k_dim, self.head_v_dim, self.conv_size, self.backend = head_k_dim, head_v_dim, conv_size, backend
-        key, value = num_heads * head_k_dim, self.num_v_heads * head_v_dim
+        self.config, self.num_heads, self.num_v_heads = config, num_heads, config.value_heads(num_heads)
+        self.head_k_dim = head_width("head_k_dim", config.head_k_dim, int(config.expand_k * hidden_size), num_heads)
+        self.head_v_dim = head_width("head_v_dim", config.head_v_dim, int(config.expand_v * hidden_size), self.num_v_heads)
+        self.conv_size, self.backend = config.conv_size, backend
+        key, value = num_heads * self.head_k_dim, self.num_v_heads * self.head_v_dim
         self.q_proj = nn.Linear(hidden_size, key, bias=False)
         self.k_proj = nn.Linear(hidden_size, key, bias=False)
         self.v_proj = nn.Linear(hidden_size, value, bias=False)
-        self.g_proj = nn.Linear(hidden_size, value, bias=False) if output_gate else None
+        self.g_proj = nn.Linear(hidden_size, value, bias=False) if config.output_gate else None
         self.o_proj = nn.Linear(value, hidden_size, bias=False)
-        self.convs = nn.ModuleList(ShortConvolution(width, conv_size) for width in (key, key, value)) if conv_size else None
-        self.output_norm = OutputNorm(output_norm, self.num_v_heads, head_v_dim, norm_eps, backend)
+        self.convs = nn.ModuleList(ShortConvolution(width, config.conv_size) for width in (key, key, value)) if config.conv_size else None
+        self.output_norm = OutputNorm(config.output_norm, self.num_v_heads, self.head_v_dim, norm_eps, backend)
         self.head_gate: HeadGate | None = None
         self.read_after_norm = False
         if head_gate is not None:
@@ -334,6 +329,11 @@ class RecurrentMixer(Initialized):
             norm = self.output_norm.norm
             return read_out(o, swish, read, norm.weight, as_multiplied(self.o_proj.weight, o), norm.eps, self.backend)
         return self.o_proj(times_gates(self.output_norm(o), swish, read))
+
+    def flops(self, length: int) -> float:
+        """Of the recurrence, per token of a sequence of that length, forward."""
+        case = Case(1, length, self.num_heads, self.head_k_dim, self.head_v_dim, value_heads=self.num_v_heads)
+        return self.config.spec.flops(case) / length
 
     def slots(self, number: int, dtype: torch.dtype) -> RecurrentSlots:
         """Empty slots, recurrent states in `dtype`."""
