@@ -10,7 +10,8 @@ from headmax.layers.mixers.retnet import RetNet, RetNetConfig
 
 KINDS: tuple[type[MixerConfig], ...] = (AttentionConfig, LinearAttentionConfig, RetNetConfig, GLAConfig, GatedDeltaNetConfig)
 MIXERS: dict[str, type[MixerConfig]] = {kind.name: kind for kind in KINDS}
-"""Every kind of mixer by name. One of your own: `MIXERS["mine"] = MineConfig`."""
+"""Every kind of mixer by name. One of your own: `MIXERS["mine"] = MineConfig`, in a module that your package names as an entry point of
+the group "headmax.mixers" (docs/ecosystem.md)."""
 
 __all__ = [
     "MIXERS",
