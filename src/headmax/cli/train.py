@@ -102,7 +102,7 @@ def build_train(arguments: list[str]) -> Callable[..., None]:
             task: size of the recall task, which sets the vocabulary and the numbers of tokens.
         """
         from headmax.train.live import Live
-        from headmax.train.trainer import fit
+        from headmax.train.trainer import training
 
         chosen = replace(book.get(recipe), model=build(model), train=build(config))
         if task is not None and build(task) != chosen.task:
@@ -110,8 +110,12 @@ def build_train(arguments: list[str]) -> Callable[..., None]:
         if data is not None:
             chosen = chosen.speaking(data)
         source, validation = chosen.sources(data)
-        with Live(chosen.train.steps, chosen.train.log.print_every) as live:
-            fit(chosen.model, chosen.train, source, out, validation=validation, tokenizer=data, show=live)
+        options: Any = {"validation": validation, "tokenizer": data}
+        with (
+            Live(chosen.train.steps, chosen.train.log.print_every) as live,
+            training(chosen.model, chosen.train, source, out, show=live, **options) as trainer,
+        ):
+            trainer.run()
 
     config, model, task = as_options(named.train), as_options(named.model), named.task and as_options(named.task)
     train.__defaults__ = (None, config, model, task)

@@ -62,7 +62,8 @@ class HeadmaxConfig(PreTrainedConfig):
     attribute_map = {"num_attention_heads": "num_heads"}
 
     mixer: str | MixerConfig | list[str | MixerConfig] = "gla"
-    """"linear", "retnet", "gla", "gated_deltanet", "attention", settings such as GLAConfig(decay_rank=32), or a list with one per layer."""
+    """"linear", "retnet", "gla", "gated_deltanet", "attention", or a list with one entry per layer; in Python also a mixer's own settings,
+    such as GLAConfig(decay_rank=32)."""
     hidden_size: int = 1024
     """Width of the residual stream."""
     num_hidden_layers: int = 24

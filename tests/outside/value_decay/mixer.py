@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Unpack
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-from headmax.layers.mixers.base import Projected, RecurrentMixer, Run
+from headmax.layers.mixers.base import Projected, Recurrence, RecurrentMixer
 from headmax.layers.mixers.config import RecurrentConfig, Shared
 
 from .op import SPEC, value_decay
@@ -36,6 +36,6 @@ class ValueDecay(RecurrentMixer):
         super().__init__(hidden_size, num_heads, config, **options)
         self.decay_proj = nn.Linear(hidden_size, num_heads * self.head_v_dim, bias=False)
 
-    def recurrence(self, p: Projected, run: Run) -> tuple[Tensor, Tensor | None]:
+    def recurrence(self, p: Projected) -> Recurrence:
         log_decay = F.logsigmoid(p.side[0].unflatten(-1, (self.num_heads, -1))) / self.config.normalizer
-        return run(value_decay, p.q, p.k, p.v, log_decay)
+        return Recurrence(value_decay, (p.q, p.k, p.v, log_decay))

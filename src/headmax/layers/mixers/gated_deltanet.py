@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headmax.layers.mixers.base import Convolved, Projected, RecurrentMixer, RecurrentSlots, RecurrentState, Run, StepTerms
+from headmax.layers.mixers.base import Convolved, Projected, Recurrence, RecurrentMixer, RecurrentSlots, RecurrentState, StepTerms
 from headmax.layers.mixers.config import ConvSize, RecurrentConfig, Shared, Width
 from headmax.layers.short_conv import last_inputs, unit_convolution
 from headmax.ops import gated_delta_rule
@@ -93,11 +93,11 @@ class GatedDeltaNet(RecurrentMixer):
         conv = tuple(last_inputs(y, self.conv_size, past, packing) for y, past in zip(qkv, before, strict=True))
         return Convolved([q, k, v], conv if return_state else (), torch.cat(scores, dim=-1) if scores else None, unit_length=True)
 
-    def recurrence(self, p: Projected, run: Run) -> tuple[Tensor, Tensor | None]:
+    def recurrence(self, p: Projected) -> Recurrence:
         dtype = compute_dtype(p.q.dtype)
         a, b = (y.to(dtype) for y in p.side)
         log_decay, beta = -self.A_log.to(dtype).exp() * F.softplus(a + self.dt_bias.to(dtype)), b.sigmoid()
-        return run(gated_delta_rule, p.q, p.k, p.v, log_decay, beta, normalize_qk=not p.unit_length)
+        return Recurrence(gated_delta_rule, (p.q, p.k, p.v, log_decay, beta), {"normalize_qk": not p.unit_length})
 
     def step_terms(self) -> StepTerms:
         return StepTerms("delta", "unit_length", (self.a_proj, self.b_proj), self.A_log, self.dt_bias)

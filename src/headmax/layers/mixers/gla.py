@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Unpack
 
-from torch import Tensor, nn
+from torch import nn
 
 from headmax.fields import Positive
 from headmax.layers.feature_map import FEATURE_MAPS
 from headmax.layers.log_decay import log_sigmoid
-from headmax.layers.mixers.base import Projected, RecurrentMixer, Run, StepTerms
+from headmax.layers.mixers.base import Projected, Recurrence, RecurrentMixer, StepTerms
 from headmax.layers.mixers.config import FeatureMapConfig, RecurrentConfig, Shared, Width
 from headmax.ops import gla
 from headmax.ops.gla.spec import SPEC
@@ -47,10 +47,10 @@ class GatedLinearAttention(RecurrentMixer):
         self.decay_down_proj = nn.Linear(hidden_size, config.decay_rank, bias=False)
         self.decay_up_proj = nn.Linear(config.decay_rank, num_heads * self.head_k_dim, bias=True)
 
-    def recurrence(self, p: Projected, run: Run) -> tuple[Tensor, Tensor | None]:
+    def recurrence(self, p: Projected) -> Recurrence:
         decay = self.decay_up_proj(p.side[0]).unflatten(-1, (self.num_heads, self.head_k_dim))
         log_decay = log_sigmoid(decay, self.config.decay_normalizer, self.backend)
-        return run(gla, self.feature_map(p.q), self.feature_map(p.k), p.v, log_decay)
+        return Recurrence(gla, (self.feature_map(p.q), self.feature_map(p.k), p.v, log_decay))
 
     def step_terms(self) -> StepTerms:
         up = self.decay_up_proj

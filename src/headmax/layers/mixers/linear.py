@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Unpack
 
-from torch import Tensor
-
 from headmax.layers.feature_map import FEATURE_MAPS
-from headmax.layers.mixers.base import Projected, RecurrentMixer, Run, StepTerms
+from headmax.layers.mixers.base import Projected, Recurrence, RecurrentMixer, StepTerms
 from headmax.layers.mixers.config import FeatureMapConfig, Shared
 from headmax.ops import linear_attention
 from headmax.ops.linear_attention.spec import SPEC
@@ -37,8 +35,8 @@ class LinearAttention(RecurrentMixer):
         super().__init__(hidden_size, num_heads, config, **options)
         self.feature_map = FEATURE_MAPS[config.feature_map]
 
-    def recurrence(self, p: Projected, run: Run) -> tuple[Tensor, Tensor | None]:
-        return run(linear_attention, self.feature_map(p.q), self.feature_map(p.k), p.v)
+    def recurrence(self, p: Projected) -> Recurrence:
+        return Recurrence(linear_attention, (self.feature_map(p.q), self.feature_map(p.k), p.v))
 
     def step_terms(self) -> StepTerms:
         return StepTerms("none", self.config.feature_map)

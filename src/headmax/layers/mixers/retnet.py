@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headmax.fields import Positive
 from headmax.layers.feature_map import FEATURE_MAPS
-from headmax.layers.mixers.base import Projected, RecurrentMixer, RecurrentSlots, RecurrentState, Run, StepTerms
+from headmax.layers.mixers.base import Projected, Recurrence, RecurrentMixer, RecurrentSlots, RecurrentState, StepTerms
 from headmax.layers.mixers.config import FeatureMapConfig, Shared
 from headmax.layers.projection import joint_product
 from headmax.layers.rotary import Rotary, RotarySettings, rotate, turned
@@ -79,8 +79,8 @@ class RetNet(RecurrentMixer):
         swish = None if self.g_proj is None else self.g_proj(x)
         return Projected(q, k, v, (), swish, read, write, (), tokens)
 
-    def recurrence(self, p: Projected, run: Run) -> tuple[Tensor, Tensor | None]:
-        return run(linear_attention, p.q, p.k, p.v, self.log_decay(p.q.device, compute_dtype(p.q.dtype)))
+    def recurrence(self, p: Projected) -> Recurrence:
+        return Recurrence(linear_attention, (p.q, p.k, p.v, self.log_decay(p.q.device, compute_dtype(p.q.dtype))))
 
     def log_decay(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         """log γ_h, [heads]"""
