@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from headmax.layers.fusion import Fusion, intact, wanted
+from headmax.layers.fusion import Fusion, fusion_enabled, intact
 from headmax.layers.mixers import MIXERS, MixerOutput
 from headmax.layers.mixers.attention import AttentionSlots
 from headmax.layers.mixers.base import RecurrentSlots
@@ -42,13 +42,13 @@ class Block(GradientCheckpointingLayer):
 
     def fusion(self, x: Tensor) -> Fusion:
         """What runs fused on such an x: the parts that are as they were built."""
-        if not wanted(self.fused, self.backend, x):
+        if not fusion_enabled(self.fused, self.backend, x):
             return Fusion()
         return Fusion(intact(self.mixer_norm, self.mlp_norm, kind=RMSNorm), self.mixer.fusible(), self.mlp.fusible())  # type: ignore[operator]
 
     def step_obstacle(self, x: Tensor) -> str | None:
         """Why one token of each sequence cannot run as five kernels, or None."""
-        if not wanted(self.fused, self.backend, x):
+        if not fusion_enabled(self.fused, self.backend, x):
             return f"fused parts are off, or the model is on {x.device.type}"
         if (reason := self.mixer.step_obstacle()) is not None:  # type: ignore[operator]
             return reason

@@ -98,20 +98,20 @@ def config_from_fla(fla: Mapping[str, Any]) -> HeadmaxConfig:
         raise ValueError(f"flash-linear-attention's {kind}: headmax cannot map {'; '.join(refused)}")
     hidden, heads = fla["hidden_size"], fla["num_heads"]
     width = fla.get("intermediate_size") or swiglu_width(hidden, fla.get("hidden_ratio") or MIXER_OF[kind].mlp_ratio)
-    made: dict[str, Any] = {"mixer": MIXER_OF[kind].name, "intermediate_size": width, "tie_word_embeddings": False}
-    made |= {name: fla[name] for name in (*SHARED, *TOKENS) if name in fla}
+    fields: dict[str, Any] = {"mixer": MIXER_OF[kind].name, "intermediate_size": width, "tie_word_embeddings": False}
+    fields |= {name: fla[name] for name in (*SHARED, *TOKENS) if name in fla}
     if kind == "transformer":
-        made["rotary_base"] = fla.get("rope_theta") or 10_000.0
+        fields["rotary_base"] = fla.get("rope_theta") or 10_000.0
     elif kind == "gated_deltanet":
         key = fla.get("head_dim") or 256
-        made |= {"head_k_dim": key, "head_v_dim": int(key * (fla.get("expand_v") or 2.0)), "num_v_heads": fla.get("num_v_heads")}
-        made["conv_size"] = fla.get("conv_size", 4)
+        fields |= {"head_k_dim": key, "head_v_dim": int(key * (fla.get("expand_v") or 2.0)), "num_v_heads": fla.get("num_v_heads")}
+        fields["conv_size"] = fla.get("conv_size", 4)
     else:
         for name, expand in (("head_k_dim", "expand_k"), ("head_v_dim", "expand_v")):
-            made[name] = int(hidden * (fla.get(expand) or getattr(MIXER_OF[kind], expand))) // heads
-        made["feature_map"] = FEATURE_MAPS[fla.get("feature_map")]
-        made["conv_size"] = fla.get("conv_size", 4) if convolves else 0
-    return HeadmaxConfig(**made)
+            fields[name] = int(hidden * (fla.get(expand) or getattr(MIXER_OF[kind], expand))) // heads
+        fields["feature_map"] = FEATURE_MAPS[fla.get("feature_map")]
+        fields["conv_size"] = fla.get("conv_size", 4) if convolves else 0
+    return HeadmaxConfig(**fields)
 
 
 def is_positive(value: Any) -> bool:
@@ -135,21 +135,21 @@ def config_to_fla(config: HeadmaxConfig) -> dict[str, Any]:
     if refused or mixer.fla is None:
         raise ValueError(f"flash-linear-attention cannot hold this model: {'; '.join(refused)}")
     kind, title, _ = mixer.fla
-    made = {"model_type": kind, "intermediate_size": config.mlp_width(mixer), "hidden_act": "swish", "fuse_norm": True}
-    made |= {name: getattr(config, name) for name in (*SHARED, *TOKENS)} | {"architectures": [f"{title}ForCausalLM"]}
+    fields = {"model_type": kind, "intermediate_size": config.mlp_width(mixer), "hidden_act": "swish", "fuse_norm": True}
+    fields |= {name: getattr(config, name) for name in (*SHARED, *TOKENS)} | {"architectures": [f"{title}ForCausalLM"]}
     if isinstance(mixer, AttentionConfig):
-        return made | {"rope_theta": mixer.rotary_base}
+        return fields | {"rope_theta": mixer.rotary_base}
     with torch.device("meta"):
         shape = cast(RecurrentMixer, config.build_mixer(mixer))  # its widths, defaults resolved
     key, value, conv_size = shape.head_k_dim, shape.head_v_dim, shape.config.conv_size
     if isinstance(mixer, GatedDeltaNetConfig):
         widths = {"head_dim": key, "expand_v": expansion(value, key), "num_v_heads": mixer.num_v_heads}
-        return made | widths | {"conv_size": conv_size}
-    made |= {"expand_k": expansion(key * heads, hidden), "expand_v": expansion(value * heads, hidden)}
-    made["feature_map"] = {ours: theirs for theirs, ours in FEATURE_MAPS.items() if theirs != "swish"}[
+        return fields | widths | {"conv_size": conv_size}
+    fields |= {"expand_k": expansion(key * heads, hidden), "expand_v": expansion(value * heads, hidden)}
+    fields["feature_map"] = {ours: theirs for theirs, ours in FEATURE_MAPS.items() if theirs != "swish"}[
         cast(FeatureMapConfig, mixer).feature_map
     ]
-    return made | {"use_short_conv": bool(conv_size), "conv_size": conv_size or 4}
+    return fields | {"use_short_conv": bool(conv_size), "conv_size": conv_size or 4}
 
 
 def unknown_to_fla(mixer: MixerConfig, head_dim: int) -> Iterator[tuple[str, Any, str]]:
@@ -178,9 +178,9 @@ def renamed(name: str, names: Mapping[str, str]) -> str:
 def weights_from_fla(weights: Mapping[str, Tensor], config: HeadmaxConfig) -> dict[str, Tensor]:
     """FLA's weights under our names and in our shapes, the same numbers. ValueError lists what is missing, left over or misshapen."""
     names = {name: renamed(name, NAMES) for name in weights}
-    made = {ours: weights[name].squeeze(1) if ".convs." in ours else weights[name] for name, ours in names.items() if ours}
-    check_shapes(shapes_of(made), config, [name for name, ours in names.items() if not ours])
-    return made
+    converted = {ours: weights[name].squeeze(1) if ".convs." in ours else weights[name] for name, ours in names.items() if ours}
+    check_shapes(shapes_of(converted), config, [name for name, ours in names.items() if not ours])
+    return converted
 
 
 def weights_to_fla(weights: Mapping[str, Tensor], config: HeadmaxConfig) -> dict[str, Tensor]:
@@ -229,8 +229,8 @@ def from_fla(source: Path | str, out: Path | str) -> None:
     durable.claim(Path(out))
     config, weights = read_folder(folder)
     ours = config_from_fla(config)
-    made = ours.to_dict() | {"architectures": ["HeadmaxForCausalLM"], "dtype": dtype_of(config)}
-    write_folder(Path(out), made, weights_from_fla(weights, ours), folder)
+    fields = ours.to_dict() | {"architectures": ["HeadmaxForCausalLM"], "dtype": dtype_of(config)}
+    write_folder(Path(out), fields, weights_from_fla(weights, ours), folder)
 
 
 def to_fla(source: Path | str, out: Path | str) -> None:

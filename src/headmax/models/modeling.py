@@ -18,7 +18,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import can_return_tuple
 
 from headmax.layers.block import Block
-from headmax.layers.fusion import Fusion, wanted
+from headmax.layers.fusion import Fusion, fusion_enabled
 from headmax.layers.initialized import Initialized
 from headmax.layers.loss import IGNORED, linear_cross_entropy
 from headmax.layers.mixers.attention import Attention, AttentionSlots, AttentionState
@@ -266,7 +266,7 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
 
     def kernels(self, x: Tensor) -> bool:
         """Whether the blocks are to run fused on such an x."""
-        return wanted(self.config.fused, self.config.backend, x)
+        return fusion_enabled(self.config.fused, self.config.backend, x)
 
     def fusion(self, x: Tensor) -> tuple[Fusion, ...]:
         """What runs fused of each block."""
@@ -405,7 +405,7 @@ class HeadmaxForCausalLM(HeadmaxPreTrainedModel, GenerationMixin):
         assert hidden is not None
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits, loss = None, None
-        plain = type(self.lm_head) is nn.Linear  # an adapter around it, such as LoRA's, must be asked itself
+        plain = type(self.lm_head) is nn.Linear  # an adapter around it, such as LoRA's, must be called itself
         if skip_logits is None:
             skip_logits = self.training and labels is not None and plain
         elif skip_logits and labels is not None and not plain:
@@ -441,7 +441,7 @@ class HeadmaxForCausalLM(HeadmaxPreTrainedModel, GenerationMixin):
         if not self.model.decoder.graphs_on(input_ids.device):
             return None
         if unusual:
-            self.model.decoder.say("hidden states, gates or packed sequences are asked for")
+            self.model.decoder.log_once("hidden states, gates or packed sequences are requested")
             return None
         hidden = self.model.decoder.replay(self.model, input_ids, attention_mask, position_ids, cache)
         return None if hidden is None else HeadmaxModelOutput(last_hidden_state=hidden, past_key_values=cache)

@@ -121,7 +121,7 @@ Moment = torch.cuda.Event | float
 
 
 def now(device: torch.device) -> Moment:
-    """When the device has done all it has been asked for."""
+    """When the device has done all that was launched."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -142,7 +142,7 @@ class Pending:
     step: int
     lr: float
     numbers: Tensor
-    """Loss, norm of the gradient, whether the step was skipped, and on how many ranks a stop was asked for."""
+    """Loss, norm of the gradient, whether the step was skipped, and how many ranks a signal stopped."""
     done: Moment
     """When they are there."""
 
@@ -250,25 +250,25 @@ class Trainer:
 
     def update(self, loss: Tensor) -> Pending:
         lr = learning_rate(self.config, self.step * self.config.batch_tokens)
-        asked, self.step = torch.full((), float(self.signals.received is not None), device=loss.device), self.step + 1
+        stops, self.step = torch.full((), float(self.signals.received is not None), device=loss.device), self.step + 1
         if self.replayed_update is None:
-            return Pending.send(self.step, lr, self.advance(loss, asked, lr))
-        return Pending.send(self.step, lr, self.replayed_update(loss, asked, torch.full_like(loss, lr)))
+            return Pending.send(self.step, lr, self.advance(loss, stops, lr))
+        return Pending.send(self.step, lr, self.replayed_update(loss, stops, torch.full_like(loss, lr)))
 
-    def advance(self, loss: Tensor, asked: Tensor, lr: float | Tensor) -> Tensor:
+    def advance(self, loss: Tensor, stops: Tensor, lr: float | Tensor) -> Tensor:
         """One optimizer step, unless loss or gradient is not finite on some rank; the numbers of `Pending`."""
         norm = clip(self.model, self.config.optim.grad_clip)
-        loss, asked = self.world.sum(torch.stack([loss, asked])).unbind()
+        loss, stops = self.world.sum(torch.stack([loss, stops])).unbind()
         skip = 1.0 - (loss.isfinite() & norm.isfinite()).float()
         step_unless(self.optimizer, skip, lr)
-        return torch.stack([loss, norm, skip, asked])
+        return torch.stack([loss, norm, skip, stops])
 
     def finish(self, pending: Pending) -> None:
         """Reads a step's numbers, writes its line, and judges: stop on a signal, or after too many skipped steps."""
-        loss, norm, skipped, asked = pending.read()
+        loss, norm, skipped, stops = pending.read()
         seconds, tokens = seconds_between(self.clock, pending.done), self.config.batch_tokens
         self.clock = pending.done
-        self.stop = self.stop or asked > 0
+        self.stop = self.stop or stops > 0
         line: Line = {"step": pending.step, "loss": loss, "grad_norm": norm, "lr": pending.lr, "tokens": pending.step * tokens}
         line |= {"skipped": skipped > 0, "time": time.time(), "seconds": seconds, "tokens_per_s": tokens / seconds}
         line |= {"memory": memory(self.world.device)}

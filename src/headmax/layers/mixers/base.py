@@ -12,7 +12,7 @@ from headmax.layers.fusion import intact
 from headmax.layers.head_gate import HeadGate, HeadGateConfig
 from headmax.layers.initialized import Initialized
 from headmax.layers.mixers.config import RecurrentConfig
-from headmax.layers.norm import OutputNorm, RMSNorm, read_out, times_gates
+from headmax.layers.norm import OutputNorm, RMSNorm, apply_gates, read_out
 from headmax.layers.padding import Padding
 from headmax.layers.projection import as_multiplied, joint_product
 from headmax.layers.rotary import Rotary, RotarySettings
@@ -95,7 +95,7 @@ class MixerOutput(NamedTuple):
     state: tuple | None
     """What to hand to the next call, if `return_state`."""
     gates: tuple[Tensor | None, Tensor | None] | None
-    """(read, write), each [batch, time, heads]; None for attention, and from a block that was not asked."""
+    """(read, write), each [batch, time, heads]; None for attention, and from a block where they were not requested."""
 
     def restored(self, padding: Padding) -> MixerOutput:
         """Of a batch whose padding was removed: with it again."""
@@ -141,7 +141,7 @@ class Convolved(NamedTuple):
 
     qkv: list[Tensor]
     conv: tuple[Tensor, ...]
-    """Their new states, if asked for."""
+    """Their new states, if requested."""
     scores: Tensor | None
     """The head gates' scores [B,T,gates * HV], where a fused convolution makes them."""
     unit_length: bool = False
@@ -321,7 +321,7 @@ class RecurrentMixer(Initialized):
         if fused and self.output_norm.kind == "head":
             norm = self.output_norm.norm
             return read_out(o, swish, read, norm.weight, as_multiplied(self.o_proj.weight, o), norm.eps, self.backend)
-        return self.o_proj(times_gates(self.output_norm(o), swish, read))
+        return self.o_proj(apply_gates(self.output_norm(o), swish, read))
 
     def flops(self, length: int) -> float:
         """Of the recurrence, per token of a sequence of that length, forward."""
