@@ -106,3 +106,26 @@ def test_a_run_of_version_0_1_goes_on(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     losses = [line["loss"] for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "loss" in line]
     assert losses == pytest.approx(json.loads((OLD / "whole.json").read_text())["loss"], abs=1e-5)
+
+
+def test_projections_onto_the_residual_stream_may_start_smaller(tmp_path: Path) -> None:
+    models = {}
+    for factor in (1.0, 0.25, "depth"):
+        torch.manual_seed(0)
+        models[factor] = HeadmaxForCausalLM(
+            HeadmaxConfig(**SMALL | {"mixer": ["gla", "attention"], "output_init": factor, "down_init": 0.5})
+        )
+    for name, weight in models[1.0].named_parameters():
+        scale = (1.0, 0.25, 0.5) if name.endswith("o_proj.weight") else (1.0,) * 3  # two layers: 1 / sqrt(4)
+        for factor, model in zip(scale, models.values(), strict=True):
+            assert torch.equal(model.get_parameter(name), factor * weight), name
+    whole, halved = HeadmaxForCausalLM(HeadmaxConfig(**SMALL, down_init=1.0)), models["depth"]
+    ratio = halved.model.layers[0].mlp.down_proj.weight.std() / whole.model.layers[0].mlp.down_proj.weight.std()
+    assert 0.4 < ratio < 0.6
+    halved.save_pretrained(tmp_path)
+    again = HeadmaxForCausalLM.from_pretrained(tmp_path)  # loaded weights are not scaled once more
+    assert all(torch.equal(p, q) for p, q in zip(halved.parameters(), again.parameters(), strict=True))
+    with pytest.raises(ValueError, match="output_init must be a finite number of at least 0 or 'depth', got -1"):
+        HeadmaxConfig(output_init=-1.0)
+    with pytest.raises(ValueError, match="unknown output_init 'deep'; did you mean 'depth'"):
+        HeadmaxConfig(output_init="deep")

@@ -7,7 +7,7 @@ import difflib
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from torch import nn
 from transformers import PreTrainedConfig
@@ -43,6 +43,7 @@ TYPES: dict[str, Any] = {
     "mlp_ratio": Ratio | None,
     **dict.fromkeys(("norm_eps", "rotary_base"), Positive),
     "initializer_range": Fraction,
+    **dict.fromkeys(("output_init", "down_init"), Fraction | Literal["depth"]),
     **dict.fromkeys(("tie_word_embeddings", "use_cache"), bool),
     "fused": bool | None,
     **dict.fromkeys(("bos_token_id", "pad_token_id"), Token | None),
@@ -97,6 +98,10 @@ class HeadmaxConfig(PreTrainedConfig):
     """Base of the rotary position embeddings (RetNet, attention)."""
     initializer_range: float = 0.02
     """Standard deviation of the initial weights."""
+    output_init: float | str = 1.0
+    """Factor on the initial weights of the mixers' output projections; "depth" is 1 / sqrt(2 x layers)."""
+    down_init: float | str = 1.0
+    """Factor on the initial weights of the MLPs' down projections; "depth" is 1 / sqrt(2 x layers)."""
     tie_word_embeddings: bool = True
     """Share the weights of embedding and output layer."""
     use_cache: bool = True
@@ -155,6 +160,10 @@ class HeadmaxConfig(PreTrainedConfig):
         alone = len({entry if isinstance(entry, str) else entry.name for entry in entries}) == 1
         given = self.given_to_mixers()
         return [MIXERS[entry].of_model(given, alone) if isinstance(entry, str) else entry for entry in entries]
+
+    def init_factor(self, given: float | str) -> float:
+        """What `output_init` or `down_init` come to in this model."""
+        return (2 * self.num_hidden_layers) ** -0.5 if isinstance(given, str) else given
 
     def mlp_width(self, mixer: MixerConfig) -> int:
         """SwiGLU width beside a mixer."""

@@ -71,7 +71,7 @@ class HeadmaxPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear | nn.Embedding):
-            init.normal_(module.weight, std=self.config.initializer_range)
+            init.normal_(module.weight, std=self.config.initializer_range * getattr(module, "init_factor", 1.0))
             if isinstance(module, nn.Linear) and module.bias is not None:
                 init.zeros_(module.bias)
             if isinstance(module, nn.Embedding) and module.padding_idx is not None:
@@ -154,6 +154,9 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, config.backend)
         self.uses_attention = [isinstance(block.mixer, Attention) for block in self.layers]
         self.rotary: list[RotarySettings | None] = [getattr(block.mixer, "rotary", None) for block in self.layers]
+        for block in self.layers:
+            block.mixer.o_proj.init_factor = config.init_factor(config.output_init)  # type: ignore[union-attr]
+            block.mlp.down_proj.init_factor = config.init_factor(config.down_init)  # type: ignore[union-attr]
         self.decoder = Decoder()
         self.gradient_checkpointing = False
         self.compiler_limits: Callable[[], AbstractContextManager[Any]] = nullcontext
