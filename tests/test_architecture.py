@@ -9,7 +9,7 @@ import headmax
 
 SOURCE = Path(headmax.__file__).parent
 LEVEL = {"ops": 0, "data": 1, "records": 0, "durable": 0, "fields": 0, "layers": 1, "models": 2, "train": 3, "generate": 3, "recipes": 4}
-LEVEL |= {"analysis": 5, "demo": 6, "bench": 7, "eval": 7, "reproduce": 8, "cli": 9}
+LEVEL |= {"analysis": 5, "demo": 6, "bench": 7, "eval": 7, "plan": 8, "cli": 9}
 EXTRAS = [
     "matplotlib",
     "datasets",
@@ -51,6 +51,14 @@ def test_imports_go_downwards_only() -> None:
         above = {other for other in imported(path) - {part} if LEVEL[other] >= LEVEL[part]}
         above -= {"data"} if LEVEL[part] > 0 else set()
         assert not above, f"{path.relative_to(SOURCE)} imports {above}"
+
+
+def test_the_package_never_imports_the_laboratory() -> None:
+    for path in [*SOURCE.rglob("*.py"), *SOURCE.with_name("headmax_cli").rglob("*.py")]:
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+        names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+        assert not [name for name in names if name.split(".")[0] == "lab"], path
 
 
 def python(code: str, *, without: list[str]) -> subprocess.CompletedProcess:

@@ -15,8 +15,8 @@ import torch
 
 from headmax import durable, fields
 
-RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
-"""Where the repository keeps what was measured."""
+ROOT = Path(__file__).resolve().parents[2]
+"""Of the checkout, where this is one."""
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,13 @@ def describe_device(device: torch.device) -> str:
 
 def current_commit() -> str:
     """The commit of the working tree, with + if it was changed since; the version where this is no checkout of headmax."""
-    root = RESULTS.parents[1]
 
     def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        if Path(git("rev-parse", "--show-toplevel")).resolve() == root:
-            return git("rev-parse", "--short=12", "HEAD") + "+" * bool(git("status", "--porcelain", "--", "src"))
+        if Path(git("rev-parse", "--show-toplevel")).resolve() == ROOT:
+            return git("rev-parse", "--short=12", "HEAD") + "+" * bool(git("status", "--porcelain", "--", "src", "lab/*.py"))
     except (OSError, subprocess.CalledProcessError):
         pass
     from headmax import __version__

@@ -54,8 +54,8 @@ def plan(
     from rich.console import Console
 
     from headmax import recipes as book
-    from headmax.bench import plan_table
-    from headmax.bench.plan import Run
+    from headmax.plan import table
+    from headmax.plan.estimate import Run
 
     chosen = book.get(recipe)
     run = Run(
@@ -66,5 +66,5 @@ def plan(
         chosen.train.batch_tokens if batch_tokens is None else batch_tokens,
     )
     console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
-    for part in plan_table.render(run, gpus, ("ddp", "fsdp") if parallel is None else (parallel,)):
+    for part in table.render(run, gpus, ("ddp", "fsdp") if parallel is None else (parallel,)):
         console.print(part, soft_wrap=isinstance(part, str))

@@ -17,7 +17,7 @@ from typing import Any
 import tyro
 
 from headmax.cli.config_file import dump_config, expand
-from headmax_cli.commands import COMMANDS, FAMILIES, Command
+from headmax_cli.commands import COMMANDS, FAMILIES, HEADMAX, Command, Program
 
 Function = Callable[..., None]
 EXTRAS = {
@@ -29,14 +29,15 @@ EXTRAS = {
 """Packages that come with an extra of the distribution."""
 
 
-def run_command(command: Command, arguments: list[str], debug: bool) -> int:
+def run_command(command: Command, arguments: list[str], program: Program, debug: bool) -> int:
     """Parses the arguments, calls the function and returns the exit code; an error becomes one line on standard error."""
     logging.basicConfig(format="%(message)s")
     logging.getLogger("headmax").setLevel(logging.INFO)
     try:
         function = load(command, arguments)
         dump = "--dump-config" in arguments
-        values = parse(function, command.name, expand(function, [argument for argument in arguments if argument != "--dump-config"]))
+        given = expand(function, [argument for argument in arguments if argument != "--dump-config"])
+        values = parse(function, command.name, given, program)
         if dump:
             print(dump_config(function, values), end="")
         else:
@@ -49,7 +50,7 @@ def run_command(command: Command, arguments: list[str], debug: bool) -> int:
         if debug:
             traceback.print_exc()
         status, line = explain(error)
-        print(f"headmax: {line}", file=sys.stderr)
+        print(f"{program.short}: {line}", file=sys.stderr)
         return status
     return 0
 
@@ -75,16 +76,16 @@ def load(command: Command, arguments: list[str]) -> Function:
     return function(arguments) if command.built else function
 
 
-def parse(function: Function, name: str, arguments: list[str]) -> dict[str, Any]:
+def parse(function: Function, name: str, arguments: list[str], program: Program = HEADMAX) -> dict[str, Any]:
     """The function's arguments by name; ValueError in one line where the command line is wrong."""
     keep = functools.wraps(function)(lambda *args, **kwargs: (args, kwargs))
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            args, kwargs = tyro.cli(keep, prog=f"headmax {name}", args=arguments, config=(tyro.conf.DisallowNone,))
+            args, kwargs = tyro.cli(keep, prog=f"{program.name} {name}", args=arguments, config=(tyro.conf.DisallowNone,))
     except SystemExit as end:
         if end.code:
-            raise ValueError(f"{name}: {one_line(said.getvalue())} (see `headmax {name} --help`)") from None
+            raise ValueError(f"{name}: {one_line(said.getvalue())} (see `{program.name} {name} --help`)") from None
         raise
     return dict(zip(inspect.signature(function).parameters, args, strict=False)) | kwargs
 
@@ -103,7 +104,7 @@ def one_line(box: str) -> str:
     message = re.sub(
         r"^Error parsing (\S+): no type matching (\S+) could be instantiated from \['(.*?)'\]\..*", r"\1 must be \2, got '\3'", message
     )
-    message = re.sub(r"^Missing from headmax [\w ]+: (\S+( [A-Z]+)?).*", r"missing \1", message)
+    message = re.sub(r"^Missing from [\w .-]+: (\S+( [A-Z]+)?).*", r"missing \1", message)
     message = re.sub(r"^Missing value for argument '(\w+)'.*", lambda found: f"missing {found[1].upper()}", message)
     message = message.removeprefix("Error parsing ").replace("Unrecognized options: ", "unknown option ")
     similar = next((part.removeprefix("Perhaps you meant: ").split()[0] for part in more if part.startswith("Perhaps you meant")), None)

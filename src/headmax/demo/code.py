@@ -18,7 +18,7 @@ from headmax.demo.outputs import demo_folder, write_records
 from headmax.demo.tokens import VOCABULARY, TokenizedCorpus, bits_per_byte, count_predicted, tokenize
 from headmax.demo.training import Experiment, Trained, train
 from headmax.demo.variants import VARIANTS
-from headmax.demo.verdict import RECORDS, Metric, seed_scores, verdict
+from headmax.demo.verdict import Metric, recorded_seeds, verdict
 from headmax.generate.engine import Engine, Request
 from headmax.generate.sampling import Sampling
 from headmax.train import CheckpointConfig, ComputeConfig, EvalConfig, OptimConfig, ScheduleConfig, TrainConfig
@@ -54,7 +54,7 @@ def run(*, seed: int, steps: int, out: Path, record: Path | None, corpus: Corpus
         bits = {variant: bits_per_byte(result.loss, *predicted) for variant, result in trained.items()}
         write_records(measurements(trained, bits, text, steps, seed), out, record)
         print_results(trained, bits, seed, console)
-        for line in verdict(METRIC, bits, seed_scores(RECORDS, METRIC).get(case(steps), [])):
+        for line in verdict(METRIC, bits, recorded_seeds(METRIC, case(steps))):
             console.print(line, highlight=False, soft_wrap=True)
         print_continuations(trained, text, seed, console)
         figure.plot_code(trained, bits, seed, out / "demo.png")

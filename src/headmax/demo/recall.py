@@ -17,7 +17,7 @@ from headmax.demo.display import Display
 from headmax.demo.outputs import demo_folder, write_records
 from headmax.demo.training import Experiment, Trained, train
 from headmax.demo.variants import VARIANTS
-from headmax.demo.verdict import RECORDS, Metric, seed_scores, verdict
+from headmax.demo.verdict import Metric, recorded_seeds, verdict
 from headmax.recipes.recall import recall_model, recall_training
 from headmax.train.metrics import Line
 
@@ -43,7 +43,7 @@ def run(*, seed: int, heads: int, pairs: int, key: int, steps: int, out: Path, r
         settings = {"pairs": pairs, "heads": heads, "key": key, "steps": steps}
         write_records(measurements(trained, means, case, seed, settings), out, record)
         print_results(trained, means, steps, seed, console)
-        for line in verdict(METRIC, means, seed_scores(RECORDS, METRIC).get(case, [])):
+        for line in verdict(METRIC, means, recorded_seeds(METRIC, case)):
             console.print(line, highlight=False, soft_wrap=True)
         figure.plot_recall(trained, task, seed, out / "demo.png")
         figure.report_recall(trained["softmax"].model, task, seed, out / "report.html")

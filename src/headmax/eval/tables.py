@@ -14,14 +14,11 @@ from headmax import records
 from headmax.records import Record
 
 PAPER: dict[str, Any] = json.loads(Path(__file__).with_name("paper.json").read_text())
-RECORDS = records.RESULTS / "eval.jsonl"
 ERRORS = 1.96
 """Standard errors within which a score counts as chance."""
 LEGEND = f"† within {ERRORS} standard errors of chance, or below. Δ: difference to the backbone without gates, from the same seed."
 ONE, SEVERAL = "± one standard error.", "± standard deviation over seeds, or one standard error where there is one seed."
 SUBSETS = {"squad_subset.jsonl": "a subset of SQuAD, not the paper's selection"}
-CONTROLS = {"uniform": "Uniform", "sigmoid": "Sigmoid", "uniform-read-after": "No gates, output x 1/H,"}
-"""Gates that do not compete, by what stands before the backbone in a model's name."""
 LARGE = 1e4
 """From where on a number is shown by its order."""
 Cells = Sequence[float | None]
@@ -67,24 +64,27 @@ class Grid:
         )
 
 
-def render(files: Sequence[Path], scale: str, form: Literal["markdown", "latex"]) -> str:
+def render(files: Sequence[Path], scale: str, form: Literal["markdown", "latex"], controls: Mapping[str, str] | None = None) -> str:
     """All three tables."""
-    return "\n".join(grid.markdown() if form == "markdown" else grid.latex() for grid in grids(files, scale))
+    return "\n".join(grid.markdown() if form == "markdown" else grid.latex() for grid in grids(files, scale, controls or {}))
 
 
-def grids(files: Sequence[Path], scale: str) -> list[Grid]:
-    """The three tables; of several records for one model and cell the last counts."""
+def grids(files: Sequence[Path], scale: str, controls: Mapping[str, str]) -> list[Grid]:
+    """The three tables; of several records for one model and cell the last counts.
+
+    `controls`: titles of further models with gates, by what stands before the backbone in a model's name.
+    """
     ours: dict[tuple[str, str, str], Found] = defaultdict(dict)
     for file in files:
-        if file != RECORDS and not file.is_file():
+        if not file.is_file():
             raise FileNotFoundError(f"{file}: no such file")
         for r in records.read(file):
             if r.suite == "eval":
                 ours[r.extra["model"], r.case, r.metric][r.extra.get("run", {}).get("seed")] = r
-    return [_grid(table, ours, scale) for table in PAPER["tables"]]
+    return [_grid(table, ours, scale, controls) for table in PAPER["tables"]]
 
 
-def _grid(table: dict[str, Any], ours: Mapping[tuple[str, str, str], Found], scale: str) -> Grid:
+def _grid(table: dict[str, Any], ours: Mapping[tuple[str, str, str], Found], scale: str, controls: Mapping[str, str]) -> Grid:
     columns, digits = table["columns"], table["digits"]
     arrows = {"lower": "↓", "higher": "↑"}
     header = ["Model", "", *(f"{column['title']} {arrows[column['better']]}" for column in columns)] + ["Avg. ↑"] * table["average"]
@@ -110,7 +110,7 @@ def _grid(table: dict[str, Any], ours: Mapping[tuple[str, str, str], Found], sca
         if row != backbone:
             grid.rows.append(["", "paper Δ", *(_signed(a - b, digits) for a, b in zip(paper, base, strict=True))])
         add("", row, backbone)
-        for control, words in CONTROLS.items():
+        for control, words in controls.items():
             if row != backbone and any(model == f"{control}-{backbone}-{scale}" for model, _, _ in ours):
                 add(f"{words} {PAPER['models'][backbone]}", f"{control}-{backbone}", backbone)
     several = any(len(found) > 1 for (model, _, _), found in ours.items() if model.endswith(f"-{scale}"))
