@@ -20,11 +20,17 @@ LAB = Program(
             Command("figures", "lab.cli.pages:figures", "Draw the paper's figures from records."),
         ),
         "Package": (Command("package", "lab.cli.pages:package", "Write the records that the package needs into it."),),
-        "Kernels": (
-            Command("fit", "lab.cli.kernels:fit", "Compile the kernels for a GPU that is not at hand; exit code 1 if they do not fit."),
+        "Measurements": (
+            Command(
+                "bench train",
+                "lab.cli.bench:train",
+                "Time training steps beside flash-linear-attention in all its ways, first steps, and kernels by kind.",
+            ),
+            Command("bench drift", "lab.cli.bench:drift", "Measure how far logits move when states are kept in bfloat16."),
+            Command("bench fit", "lab.cli.bench:fit", "Compile the kernels for a GPU that is not at hand; exit code 1 if they do not fit."),
         ),
     },
-    {},
+    {"bench": "Measure what our own pages show beside the records of `headmax bench`."},
     {option: about for option, about in HEADMAX.options.items() if not option.startswith("--completion")},
 )
 

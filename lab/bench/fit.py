@@ -1,4 +1,4 @@
-"""Do the kernels fit a GPU that is not at hand? `python -m lab fit 89` compiles them for sm_89.
+"""Do the kernels fit a GPU that is not at hand? `python -m lab bench fit 89` compiles them for sm_89.
 
 For Hopper it also looks for loops that fill a tile anew while a product may still read it (see `settled` in ops/triton_common.py).
 """

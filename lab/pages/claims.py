@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from headmax.eval import names
+from headmax.tables import markdown
 from lab.pages.figures import TITLES
 from lab.study.runs import HEADS, LINEAR, SHORT, SIZES, STEPS, Run, comparable
 from lab.study.statistics import (
@@ -24,7 +25,6 @@ from lab.study.statistics import (
     perplexity,
     relative,
     show,
-    table,
     told_apart,
 )
 
@@ -133,7 +133,7 @@ def verdicts(results: Results) -> Iterator[str]:
             )
             floor = claim.startswith(("answers", "finds more")) and all(results.at_chance(metrics, Run(b, v)) for v in ("softmax", "plain"))
             add(f"Softmax {TITLES[b]} {claim}", less(softmax, plain), 1, unit, 2, less(softmax, uniform), floor)
-    yield table(
+    yield markdown(
         ["claim, the paper's or a control that it lacks", "ours, mean ± standard deviation over seeds (95% interval)", "verdict"], rows
     )
     yield ""

@@ -6,9 +6,10 @@ import re
 from collections.abc import Iterator
 
 from headmax.records import Record
+from headmax.tables import markdown
 from lab.pages.figures import TITLES
 from lab.study.runs import LINEAR
-from lab.study.statistics import MISSING, Results, table
+from lab.study.statistics import MISSING, Results
 
 SCALE = "340m"
 PEER = "flash-linear-attention"
@@ -40,7 +41,7 @@ def training(results: Results) -> Iterator[str]:
                 rows.append([TITLES[b], place, *values[:2], cell(gates, ".3f"), *values[2:], cell(next(filter(None, same), None), form)])
         unit = {"time": "tokens/s", "memory": "peak memory, GiB"}[ratio]
         peers = [f"{PEER}, no gates", f"{PEER}, softmax by hand", TITLES["transformer"]]
-        yield table([unit, "length x batch", "no gates", "softmax", f"{ratio}, softmax over no gates", *peers], rows)
+        yield markdown([unit, "length x batch", "no gates", "softmax", f"{ratio}, softmax over no gates", *peers], rows)
         yield ""
     yield "Whole steps: float32 parameters, bfloat16 compute, fused AdamW." + where(r for r in found.values() if "/" in r.metric)
     times = [r.value for (_, _, metric), r in found.items() if metric == "softmax over plain/time"]
@@ -60,7 +61,7 @@ def decoding(results: Results) -> Iterator[str]:
             pair = [found.get((f"{gate}{b}-{SCALE} {place}", "headmax", "end to end")) for gate in ("", "softmax-")]
             gap = f"{pair[1].value / pair[0].value:.3f}" if pair[0] and pair[1] else MISSING
             rows.append([TITLES[b], f"{count:,}" if count else MISSING, *(cell(record, ".2f") for record in pair), gap])
-    yield table(["seconds, one text", "decoded tokens", "no gates", "softmax", "softmax over no gates"], rows)
+    yield markdown(["seconds, one text", "decoded tokens", "no gates", "softmax", "softmax over no gates"], rows)
     yield ""
     place, token = "batch 1 context 1024", "latency per token"
     llama, ours = f"transformer-{SCALE}, static cache {place}", f"transformer-{SCALE} {place}"
@@ -70,7 +71,8 @@ def decoding(results: Results) -> Iterator[str]:
         gates = found.get((f"{b}-{SCALE} {place}", "headmax", "softmax over plain/latency"))
         rows.append([TITLES[b], *(cell(record, ".3f") for record in pair), cell(gates, ".3f"),
                      cell(found.get((f"{b}-{SCALE} {place}", "fla", token)), ".2f")])  # fmt: skip
-    yield table(["ms per token, batch 1 after 1,024 tokens", "no gates", "softmax", "softmax over no gates", f"{PEER}, `generate`"], rows)
+    header = ["ms per token, batch 1 after 1,024 tokens", "no gates", "softmax", "softmax over no gates", f"{PEER}, `generate`"]
+    yield markdown(header, rows)
     yield ""
     peers = [cell(found.get(key), ".2f") for key in ((ours, "headmax", token), (llama, "hf", token))]
     yield f"{TITLES['transformer']}: {peers[0]} ms in our engine, {peers[1]} ms as transformers' Llama with a static cache."

@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import mean
 from typing import Any
 
+from headmax.tables import markdown
 from headmax.train.evaluate import DEAD
 from lab.pages.figures import TITLES
 from lab.study.runs import LINEAR, SEEDS, SIZES, Run
 from lab.study.score import WINS
-from lab.study.statistics import MISSING, Results, show, table
+from lab.study.statistics import MISSING, Results, show
 from lab.study.wins import KINDS, information
 
 LAYERS = range(int(SIZES[1].split("x")[0]))
@@ -26,7 +27,7 @@ def gates(results: Results) -> Iterator[str]:
                 per_layer = [[record.extra["gates"][f"{n}/{gate}"] for record in found] for n in LAYERS]
                 dead = f"{sum(len(x['dead']) for one in per_layer for x in one)} in {len(found)} runs" if found else MISSING
                 rows.append([f"{TITLES[b]}, {v}, {gate}", *map(entropy, per_layer), dead])
-    yield table(["gate", *(f"layer {n}" for n in LAYERS), "dead heads"], rows)
+    yield markdown(["gate", *(f"layer {n}" for n in LAYERS), "dead heads"], rows)
     yield ""
     yield "Entropy of the gate over 4 heads (1: an even split, 0: one head takes all) and, in brackets, the largest mean share of a head;"
     yield f"means over seeds, on validation text. Dead: a mean share below {DEAD:g} of an even one. Read gates here are on"
@@ -53,7 +54,7 @@ def winners(results: Results) -> Iterator[str]:
                 cells += [show(after, 3), show(before, 3)]
             rows.append([f"{TITLES[b]}, {v}", *cells])
     columns = [f"{gate} gate{when}" for gate in GATES for when in ("", ", before training")]
-    yield table(["bits that a token's kind tells of the winner, mean of layers", *columns], rows)
+    yield markdown(["bits that a token's kind tells of the winner, mean of layers", *columns], rows)
     yield ""
     yield f"Kinds: {', '.join(KINDS)}. 0 bits: every head wins the same part of every kind;"
     yield "at most a kind tells as many bits as its own entropy has. Gates before training have winners too, by a hair, hence the"
@@ -66,7 +67,7 @@ def winners(results: Results) -> Iterator[str]:
             yield f"Softmax {TITLES[b]}: {MISSING}."
             continue
         rows = [[str(n), *(most_telling(**record.extra["gates"][f"{n}/{gate}"]) for gate in GATES)] for n in LAYERS]
-        yield table([f"Softmax {TITLES[b]}, seed {record.seed}, layer", *(f"{gate} gate" for gate in GATES)], rows)
+        yield markdown([f"Softmax {TITLES[b]}, seed {record.seed}, layer", *(f"{gate} gate" for gate in GATES)], rows)
 
 
 def most_telling(kinds: Sequence[Sequence[int]], tokens: Sequence[Sequence[str]]) -> str:

@@ -9,9 +9,10 @@ from typing import Any
 
 from headmax.layers import HeadGateConfig
 from headmax.models import HeadmaxConfig
+from headmax.tables import markdown
 from lab.pages.figures import TITLES
 from lab.study.runs import EPS, LINEAR, PLACES, VARIANTS, Run, comparable
-from lab.study.statistics import LOSS, MISSING, WORDS, Results, Seeds, interval, relative, show, table, told_apart
+from lab.study.statistics import LOSS, MISSING, WORDS, Results, Seeds, interval, relative, show, told_apart
 
 PAPER = "softmax"
 """The variant that is the paper's equation to the letter."""
@@ -114,7 +115,7 @@ def recommendation(results: Results) -> Iterator[str]:
     yield "Other settings less the default, seed by seed; a loss is better below zero, recall above (accuracy of 32 pairs, 4 heads, each"
     yield f"at its own learning rate; norm_eps {EPS[0]:g} alone). An empty cell was not measured."
     yield ""
-    yield table(["instead of the default", *next(iter(found.values()))], rows)
+    yield markdown(["instead of the default", *next(iter(found.values()))], rows)
     yield ""
     yield from RULE
     yield ""

@@ -15,6 +15,7 @@ from headmax.eval import tables
 from headmax.eval.tables import PAPER
 from headmax.recipes.language import BACKBONES, HEADS_STUDY, SCALES
 from headmax.records import Record
+from headmax.tables import Table, markdown
 from headmax.train.metrics import STABILITY
 from lab.pages import figures
 from lab.pages.claims import AFTER, GUESS, answers, gain, needles, verdicts
@@ -42,7 +43,7 @@ from lab.study.runs import (
     Run,
     runs,
 )
-from lab.study.statistics import LOSS, MISSING, WORDS, Results, Seeds, percent, perplexity, recall_run, relative, show, table
+from lab.study.statistics import LOSS, MISSING, WORDS, Results, Seeds, percent, perplexity, recall_run, relative, show
 
 Lines = Iterator[str]
 TITLES = figures.TITLES
@@ -112,7 +113,7 @@ def tried(results: Results, of: Mapping[str, Sequence[Run]]) -> str:
             lr = found.lr if (found := best(rates, results.records_of_runs)) else None
             word = MISSING if lr is None else f"{lr:g}" + ", the edge of those tried" * (lr in (rates[0].lr, rates[-1].lr))
             rows.append([name, *(three(results.record(LOSS, rate)) for rate in rates), word])
-    return table(["learning rate, validation loss", *(f"{rate.lr:g}" for rate in rates), "best"], rows)
+    return markdown(["learning rate, validation loss", *(f"{rate.lr:g}" for rate in rates), "best"], rows)
 
 
 def three(record: Record | None) -> str:
@@ -126,7 +127,7 @@ def language(results: Results) -> Lines:
         [TITLES[b], *(show(perplexity(results.seeds(LOSS, Run(b, v)))) if b != "transformer" or v == "plain" else "" for v in variants)]
         for b in BACKBONES
     ]
-    yield table(["validation perplexity", *(WORDS[v] for v in variants)], rows)
+    yield markdown(["validation perplexity", *(WORDS[v] for v in variants)], rows)
     yield ""
     pairs = [("softmax", "plain"), ("uniform", "plain"), ("sigmoid", "plain"), ("uniform-read-after", "plain")]
     pairs += [("softmax", "uniform"), ("softmax", "sigmoid")]
@@ -136,7 +137,7 @@ def language(results: Results) -> Lines:
         wiki = [PAPER["tables"][0]["values"][name][0] for name in (f"softmax-{b}", b)]
         found = [relative(results.paired(LOSS, Run(b, one), Run(b, other))) for one, other in pairs]
         rows.append([TITLES[b], f"{100 * (wiki[0] / wiki[1] - 1):+.1f}".replace("-", "−"), *(show(x, 1, sign=True) for x in found)])
-    yield table(header, rows)
+    yield markdown(header, rows)
     yield ""
     yield "Differences seed by seed, mean ± standard deviation; negative is better. Validation perplexity is per token."
     yield from ("", "### How the lead of a smaller output comes and goes", "")
@@ -160,7 +161,7 @@ def lead(results: Results) -> Lines:
                 {seed: mine[t] - plain[t] for seed, (mine, plain) in pairs.items() if t in mine and t in plain} for t in MOMENTS
             ]
             rows.append([f"{TITLES[b]}: {WORDS[v]} less {WORDS['plain']}", *(show(relative(x), 0, True) for x in leads)])
-    yield table(["% of perplexity, training", *(f"{moment / 1e6:.1f}M tokens" for moment in MOMENTS)], rows)
+    yield markdown(["% of perplexity, training", *(f"{moment / 1e6:.1f}M tokens" for moment in MOMENTS)], rows)
 
 
 def start(results: Results) -> Lines:
@@ -170,7 +171,7 @@ def start(results: Results) -> Lines:
         for v in ("plain", "uniform", "uniform-read-after"):
             pair = [found.get((f"before training, {b}, {v}", metric)) for metric in ("norm's input", "mixer's output")]
             rows.append([f"{TITLES[b]}, {WORDS[v]}", *(f"{one.value:.1e}" if one else MISSING for one in pair)])
-    yield table(["root mean square", "what the norm of a head gets", "what the mixer adds"], rows)
+    yield markdown(["root mean square", "what the norm of a head gets", "what the mixer adds"], rows)
     yield ""
     yield f"The norm divides a constant factor out where what it gets is large beside the root of its eps, {math.sqrt(EPS[0]):g}; where"
     yield "it is not, frozen gates on the query make the mixer's output smaller, as a factor after the norm does. Embeddings start at 0.02."
@@ -198,13 +199,13 @@ def paper_tables(results: Results) -> Lines:
         hits = [percent(results.average(needles("acc", after), run)) for after in ("", AFTER)]
         likely = [results.average(needles("answer_logprob", after), run) for after in ("", AFTER)]
         rows.append([name, *(show(x, 1) for x in hits), *(show(x) for x in likely)])
-    yield table(["model", "needles found, %", "after needles", "log-probability of the values, nats", "after needles"], rows)
+    yield markdown(["model", "needles found, %", "after needles", "log-probability of the values, nats", "after needles"], rows)
     yield ""
     for when, grid in (("As trained", haystack), ("After needles", tables.grids(found, f"{SIZES[1]}-needles", CONTROLS)[2])):
         yield from folded(f"{when}, task by task, beside the paper's figures", grid)
 
 
-def folded(summary: str, grid: tables.Grid) -> Lines:
+def folded(summary: str, grid: Table) -> Lines:
     """A table to be opened, without its title."""
     yield f"<details><summary>{summary}</summary>\n"
     yield grid.markdown().split("\n", 2)[2]
@@ -222,7 +223,7 @@ def placement(results: Results) -> Lines:
             differences = [show(x, 1, sign=True) if run in asked and v != "plain" else "" for x, run in zip(gained, both, strict=True)]
             rows += [[WORDS[v], *found, *differences]] if asked & set(both) else []
         columns = (*(f"perplexity, eps {eps:g}" for eps in tried), *(f"per cent less no gates, eps {eps:g}" for eps in tried))
-        yield table([TITLES[b], *columns], rows)
+        yield markdown([TITLES[b], *columns], rows)
         yield ""
     yield f"GLA: {STEPS} steps; the others: {SHORT}."
 
@@ -235,7 +236,7 @@ def heads(results: Results) -> Lines:
         for n in HEADS
         for run in [Run("gla", heads=n, steps=SHORT)]
     ]  # fmt: skip
-    yield table(["heads", *(WORDS[v] for v in KINDS[:3]), "gain of softmax", "gain of uniform", "paper's gain of softmax, 110M"], rows)
+    yield markdown(["heads", *(WORDS[v] for v in KINDS[:3]), "gain of softmax", "gain of uniform", "paper's gain of softmax, 110M"], rows)
     yield "\nValidation perplexity of GLA at a fixed number of parameters (the paper: WikiText)."
 
 
@@ -247,7 +248,7 @@ def scaling(results: Results) -> Lines:
         both = [Run("gla", v, size, steps=SHORT) for v in ("plain", "softmax")]
         found = [show(perplexity(results.seeds(LOSS, run))) for run in both]
         rows.append([size, count, *found, show(relative(results.paired(LOSS, both[1], both[0])), 1, True)])
-    yield table(["size", "parameters", "GLA", "Softmax GLA", "per cent of perplexity, difference"], rows)
+    yield markdown(["size", "parameters", "GLA", "Softmax GLA", "per cent of perplexity, difference"], rows)
     smaller, larger = PAPER_SIZES
     yield f"\nThe paper: Softmax GLA at 170M ({smaller}) comes close to GLA at 340M ({larger}), WikiText."
 
@@ -269,10 +270,12 @@ def recall(results: Results) -> Lines:
     yield ""
     own = {(b, v): results.at_own_rate(b, v) for b in LINEAR for v in PLACES}
     cells = {key: MISSING if run is None else f"{accuracy(results, run)} at {run.lr:g}" for key, run in own.items()}
-    yield table(["accuracy at the best rate", *(WORDS[v] for v in PLACES)], [[TITLES[b], *(cells[b, v] for v in PLACES)] for b in LINEAR])
+    yield markdown(
+        ["accuracy at the best rate", *(WORDS[v] for v in PLACES)], [[TITLES[b], *(cells[b, v] for v in PLACES)] for b in LINEAR]
+    )
     yield ""
     rows = [[TITLES[b], *(show(results.recall_at_own_rates(b, *pair), 3, True) for pair in RIVALS)] for b in LINEAR]
-    yield table(["accuracy, each at its best rate", *(f"{WORDS[one]} less {WORDS[other]}" for one, other in RIVALS)], rows)
+    yield markdown(["accuracy, each at its best rate", *(f"{WORDS[one]} less {WORDS[other]}" for one, other in RIVALS)], rows)
     yield ""
     yield "All that follows is at the rate that is best for the plain model of the backbone with seed 0, not at what gates would choose."
     yield ""
@@ -281,11 +284,11 @@ def recall(results: Results) -> Lines:
             [str(pairs), str(n), *(accuracy(results, recall_run(backbone, kind, pairs, n)) for kind in PLACES)]
             for pairs, n in RECALL_SETTINGS
         ]
-        yield table([f"{TITLES[backbone]}: pairs", "heads", *(WORDS[kind] for kind in PLACES)], rows)
+        yield markdown([f"{TITLES[backbone]}: pairs", "heads", *(WORDS[kind] for kind in PLACES)], rows)
         yield ""
     for metric in ("accuracy", "mean accuracy over training"):
         rows = [[TITLES[b], *(show(results.recall(b, *pair, metric), 3, True) for pair in RIVALS)] for b in LINEAR]
-        yield table([f"{metric}, mean of all settings", *(f"{WORDS[one]} less {WORDS[other]}" for one, other in RIVALS)], rows)
+        yield markdown([f"{metric}, mean of all settings", *(f"{WORDS[one]} less {WORDS[other]}" for one, other in RIVALS)], rows)
         yield ""
     yield "Mean ± standard deviation over seeds; the differences are taken seed by seed."
 
@@ -308,7 +311,7 @@ def stability(results: Results) -> Lines:
             rows.append([f"{TITLES[b]}, {WORDS[v]}", *(f"{sum(x.values()):g} in {len(x)} runs" if x else MISSING for x in counts), norm])
         larger = results.paired("largest gradient norm", Run(b, "softmax"), Run(b))
         rows.append([f"{TITLES[b]}, softmax less no gates", *[""] * 3, show(larger, sign=True)])
-    yield table(["model", "loss spikes", "gradient peaks", "skipped steps", "largest gradient norm after the warm-up"], rows)
+    yield markdown(["model", "loss spikes", "gradient peaks", "skipped steps", "largest gradient norm after the warm-up"], rows)
     yield ""
     yield "The paper: the loss of Softmax RetNet falls smoothly, without noticeable extra oscillations (a picture)."
     yield f"Loss spikes are {STABILITY['loss_spikes']}; gradient peaks are"

@@ -180,8 +180,3 @@ def told_apart(differences: Seeds) -> int:
     """The sign of the mean difference if its interval leaves out zero; else 0."""
     low, high = interval(differences) or (0.0, 0.0)
     return (low > 0) - (high < 0)
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -17,7 +17,7 @@ SLOW = [pytest.param(pair, marks=pytest.mark.slow) for pair in (("89", "float32"
 def test_kernels_fit_other_cards(arguments: tuple[str, str]) -> None:
     """Compiled for cards that are not here: 99 KiB of shared memory on a consumer card, 163 on an A100; and on Hopper without haste."""
     capability, dtype = arguments
-    command = [sys.executable, "-m", "lab", "fit", capability, "--dtypes", dtype]
+    command = [sys.executable, "-m", "lab", "bench", "fit", capability, "--dtypes", dtype]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from headmax import records
 from headmax.data.mqar import MQAR
@@ -19,6 +18,7 @@ from headmax.demo.training import Experiment, Trained, train
 from headmax.demo.variants import VARIANTS
 from headmax.demo.verdict import Metric, recorded_seeds, verdict
 from headmax.recipes.recall import recall_model, recall_training
+from headmax.tables import Table
 from headmax.train.metrics import Line
 
 METRIC = Metric("mean accuracy over training", "fraction", "mean accuracy over training")
@@ -72,7 +72,7 @@ def measurements(
 
 
 def print_results(trained: Mapping[str, Trained], means: Mapping[str, float], steps: int, seed: int, console: Console) -> None:
-    table = Table("", "accuracy", "mean over training", title=f"After {steps} steps, seed {seed}", title_justify="left", box=None)
+    table = Table(["", "accuracy", "mean over training"], title=f"After {steps} steps, seed {seed}")
     for variant, result in trained.items():
-        table.add_row(variant, f"{final_accuracy(result):.3f}", f"{means[variant]:.3f}")
-    console.print(table)
+        table.rows.append([variant, f"{final_accuracy(result):.3f}", f"{means[variant]:.3f}"])
+    console.print(table.terminal())

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from rich.table import Table
+import rich.table
 
 from headmax.plan.estimate import (
     CARDS,
@@ -21,9 +21,10 @@ from headmax.plan.estimate import (
     measured_steps,
     memory,
 )
+from headmax.tables import Table
 
 
-def render(run: Run, gpus: int, ways: Sequence[Parallel]) -> Iterator[str | Table]:
+def render(run: Run, gpus: int, ways: Sequence[Parallel]) -> Iterator[str | rich.table.Table]:
     """Lines and a table for `gpus` and for every power of two; raises where `gpus` cannot do it."""
     work, steps, card = Work.of(run.recipe, run.length), measured_steps(), CARDS[run.card]
     efficiency, source = choose_efficiency(run.recipe.name, run.card, run.length, steps)
@@ -39,32 +40,25 @@ def render(run: Run, gpus: int, ways: Sequence[Parallel]) -> Iterator[str | Tabl
     yield f"efficiency {efficiency:.2f}: {source}"
 
     names = ("GPUs", "parallel", "micro-batch x accumulation", "memory", "step", "waiting", "tokens/s", "days", "GPU-hours")
-    table = Table(*names, box=None)
-    for column in table.columns[2:]:
-        column.justify = "right"
-    grown = False
+    table, grown, bold = Table(names, align="ll" + "r" * 7), False, []
     for number in sorted({gpus, *(2**n for n in range(MAX_GPUS.bit_length()))}):
         sequences = math.ceil(run.sequences / number) * number
         enough = run if sequences == run.sequences else replace(run, batch_tokens=sequences * run.length)
         grown |= enough is not run
         for way in ways:
-            style = "bold" if number == gpus else None
+            bold += [len(table.rows)] if number == gpus else []
             try:
                 one = estimate(enough, work, efficiency, number, way)
             except ValueError:
-                table.add_row(str(number), way, "does not fit", style=style)
+                table.rows.append([str(number), way, "does not fit"])
                 continue
-            table.add_row(
-                *(
-                    str(number) + "*" * (enough is not run),
-                    way,
-                    f"{one.micro_batch} x {one.accumulation}{', checkpointing' * one.checkpointing}",
-                ),
-                *(f"{sum(one.memory.values()) / 1e9:.1f} GB", f"{one.step:.3g} s", f"{one.communication / one.step:.0%}"),
-                *(f"{sequences * run.length / one.step:,.0f}", f"{one.seconds / 86400:.3g}", f"{one.gpu_hours:,.0f}"),
-                style=style,
-            )
-    yield table
+            batch = f"{one.micro_batch} x {one.accumulation}{', checkpointing' * one.checkpointing}"
+            row = [str(number) + "*" * (enough is not run), way, batch]
+            row += [f"{sum(one.memory.values()) / 1e9:.1f} GB", f"{one.step:.3g} s", f"{one.communication / one.step:.0%}"]
+            row += [f"{sequences * run.length / one.step:,.0f}", f"{one.seconds / 86400:.3g}", f"{one.gpu_hours:,.0f}"]
+            table.rows.append(row)
+    table.bold = bold
+    yield table.terminal()
     if grown:
         yield "* with a larger batch: the least that so many GPUs can share"
     for one in asked:
