@@ -28,7 +28,6 @@ def train(
         out: append the records to this file.
     """
     from headmax import recipes, records
-    from headmax.bench.terminal import line
     from headmax.bench.train import Plan
     from lab.bench.train import bench
 
@@ -38,7 +37,7 @@ def train(
     if out is not None:
         records.check(out)
     for record in bench(Plan(plain, sizes(grid), rounds), limit, say):
-        say(line(record))
+        say(record.line())
         if out is not None:
             records.append(out, [record])
 
@@ -62,14 +61,13 @@ def drift(
     import torch
 
     from headmax import records
-    from headmax.bench.terminal import line
     from lab.bench.drift import measure
 
     at_least(32, tokens=tokens)
     if out is not None:
         records.check(out)
     for record in measure(recipe, tokens, find_device(device), getattr(torch, dtype)):
-        say(line(record, width=58))
+        say(record.line(width=58))
         if out is not None:
             records.append(out, [record])
 

@@ -33,6 +33,17 @@ class Record:
     seed: int | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
+    def line(self, width: int = 28) -> str:
+        """For a terminal: the case in at least `width` characters, the number and what is known beside it."""
+        text, extra = f"{self.case:{width}} {self.impl:8} {self.metric:36} {self.value:12.5g} {self.unit}", self.extra
+        if "roofline" in extra:
+            text += f"   {extra['TFLOP/s']:.0f} TFLOP/s, {extra['GB/s']:.0f} GB/s, {extra['roofline']:.0%} of the roofline"
+        if "of the bandwidth" in extra:
+            text += f"   {extra['of the bandwidth']:.0%} of the bandwidth"
+        if extra.get("interval") is not None:
+            text += "   95% interval {:.4f} to {:.4f}".format(*extra["interval"])
+        return text
+
 
 class Recorder:
     """Makes the records of one run on one device, at one commit, on one day."""

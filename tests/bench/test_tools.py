@@ -55,10 +55,11 @@ def test_the_fastest_tiles_are_those_of_all_ops_together() -> None:
 
 def test_every_kernel_has_tiles_for_every_class() -> None:
     pytest.importorskip("triton")
-    from headmax.bench.tune import CANDIDATES, UNTRIED
+    from headmax.bench.tune import CANDIDATES
     from headmax.ops.triton_tiles import TABLE
 
-    names = {*UNTRIED, *(name for kernels in CANDIDATES.values() for names in kernels.values() for name in names)}
+    untried = ("delta_carry", "prepare_exact")  # not run, or with nothing to do, on what is timed
+    names = {*untried, *(name for kernels in CANDIDATES.values() for names in kernels.values() for name in names)}
     for entry in TABLE.values():
         assert set(entry["kernels"]) == names
         assert all(set(tiles) == {"narrow", "wide"} for tiles in entry["kernels"].values())

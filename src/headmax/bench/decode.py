@@ -13,7 +13,6 @@ from torch import Tensor
 
 from headmax import HeadmaxForCausalLM, recipes
 from headmax.bench.isolated import isolated
-from headmax.bench.terminal import line
 from headmax.bench.timing import Ceilings, median, paired, seconds
 from headmax.generate import GREEDY, Engine, PrefixState, Request
 from headmax.generate.sampling import Features
@@ -211,7 +210,7 @@ def through_generate(plan: Plan, make: Recorder) -> Iterator[Record]:
 def measure(plan: Plan) -> Iterator[Record]:
     """Everything one process measures, printed as it comes."""
     for record in _measure(plan):
-        print(line(record, width=58), flush=True)
+        print(record.line(width=58), flush=True)
         yield record
 
 

@@ -46,17 +46,10 @@ def fla(recipe: str, compiled: bool = False) -> nn.Module:
 
     Compiled block by block, its ops stay outside of the graphs.
     """
-    from fla.models import (
-        GatedDeltaNetConfig,
-        GatedDeltaNetForCausalLM,
-        GLAConfig,
-        GLAForCausalLM,
-        RetNetConfig,
-        RetNetForCausalLM,
-    )
+    import fla.models
 
-    model = recipes.get(recipe).model
-    common = {
+    model, kind = recipes.get(recipe).model, recipe.split("-")[0]
+    settings: dict[str, Any] = {
         "hidden_size": model.hidden_size,
         "num_hidden_layers": model.num_hidden_layers,
         "num_heads": model.num_heads,
@@ -66,14 +59,10 @@ def fla(recipe: str, compiled: bool = False) -> nn.Module:
         "fuse_linear_cross_entropy": True,
         "max_position_embeddings": 16384,
     }
-    kind = recipe.split("-")[0]
-    if kind == "gla":
-        made = GLAForCausalLM(GLAConfig(**common))
-    elif kind == "retnet":
-        made = RetNetForCausalLM(RetNetConfig(**common))
-    else:
-        width = model.hidden_size // 2 // model.num_heads
-        made = GatedDeltaNetForCausalLM(GatedDeltaNetConfig(**common, head_dim=width, expand_v=2.0))
+    if kind == "gdn":
+        settings |= {"head_dim": model.hidden_size // 2 // model.num_heads, "expand_v": 2.0}
+    name = {"gla": "GLA", "retnet": "RetNet", "gdn": "GatedDeltaNet"}[kind]
+    made = getattr(fla.models, f"{name}ForCausalLM")(getattr(fla.models, f"{name}Config")(**settings))
     made.model.embeddings.register_forward_hook(lambda module, args, output: output.to(torch.bfloat16))
     for block in made.model.layers if compiled else ():
         block.compile()

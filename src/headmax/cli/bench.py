@@ -75,7 +75,6 @@ def kernels(
 
     from headmax import records
     from headmax.bench import kernels
-    from headmax.bench.terminal import line
     from headmax.ops.spec import Case
 
     at_least(1, batch=batch, length=length, heads=heads, key=key, value=value, rounds=rounds, threads=threads, lengths=lengths, limit=limit)
@@ -104,7 +103,7 @@ def kernels(
         )
     peers = {record.metric: record.value for record in measured if record.impl != "headmax"}
     for record in measured:
-        text = line(record)
+        text = record.line()
         theirs = record.metric if peer == "fla" else f"gated_delta_rule/{record.metric.split('/')[1]}"  # transformers has that op alone
         if theirs in peers and record.impl == "headmax" and record.unit == "ms":
             whose = f"'s {theirs}" if theirs != record.metric else ""
@@ -145,7 +144,6 @@ def train(
     from headmax import recipes as book
     from headmax import records
     from headmax.bench import train
-    from headmax.bench.terminal import line
 
     if book.get(recipe).model.mixer == "attention":
         raise ValueError(f"recipe {recipe}: a Transformer has no softmax twin; it is measured beside any other recipe")
@@ -155,7 +153,7 @@ def train(
     if out is not None:
         records.check(out)
     for record in train.bench(train.Plan(plain, sizes(grid), rounds), train.groups(plain, peer), limit, say):
-        say(line(record))
+        say(record.line())
         if out is not None:
             records.append(out, [record])
 
