@@ -81,6 +81,15 @@ def test_the_benchmarks_stay_small() -> None:
     assert sum(len(path.read_text().splitlines()) for path in (SOURCE / "bench").glob("*.py")) <= 1000
 
 
+def test_tables_have_one_renderer_and_checkpoints_one_loader() -> None:
+    owners = {"import rich.table": "tables.py", '" & ".join': "tables.py", "---:": "tables.py", "' | '.join": "tables.py"}
+    owners |= {"def load_model(": "train/loading.py", "def read_weights(": "models/weights.py"}
+    for root in (SOURCE, SOURCE.parents[1] / "lab"):
+        for path in root.rglob("*.py"):
+            for words, owner in owners.items():
+                assert words not in path.read_text() or str(path.relative_to(root)) == owner, f"{path}: {words}"
+
+
 def installed(folder: Path) -> None:
     """Copies what a wheel holds: modules, and the package data that pyproject.toml names."""
     settings = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())["tool"]["setuptools"]

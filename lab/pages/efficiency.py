@@ -1,4 +1,4 @@
-"""The paper's three panels at its 340M configuration, from the records of `headmax bench train` and `headmax bench decode`."""
+"""The paper's three panels at its 340M configuration, from the records of `python -m lab bench train` and `headmax bench decode`."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import torch
 from headmax import records
 from lab.study import run, runs
 from lab.study.runs import Run
-from tests.reproduce.test_run import prepared
+from tests.lab.test_run import prepared
 
 pytestmark = pytest.mark.gpu
 __all__ = ["prepared"]

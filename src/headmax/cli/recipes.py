@@ -64,4 +64,4 @@ def plan(
     )
     console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
     for part in table.render(run, gpus, ("ddp", "fsdp") if parallel is None else (parallel,)):
-        console.print(part, soft_wrap=isinstance(part, str))
+        console.print(part if isinstance(part, str) else part.terminal(), soft_wrap=isinstance(part, str))

@@ -6,8 +6,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-import rich.table
-
 from headmax.plan.estimate import (
     CARDS,
     GPUS_PER_NODE,
@@ -24,7 +22,7 @@ from headmax.plan.estimate import (
 from headmax.tables import Table
 
 
-def render(run: Run, gpus: int, ways: Sequence[Parallel]) -> Iterator[str | rich.table.Table]:
+def render(run: Run, gpus: int, ways: Sequence[Parallel]) -> Iterator[str | Table]:
     """Lines and a table for `gpus` and for every power of two; raises where `gpus` cannot do it."""
     work, steps, card = Work.of(run.recipe, run.length), measured_steps(), CARDS[run.card]
     efficiency, source = choose_efficiency(run.recipe.name, run.card, run.length, steps)
@@ -52,13 +50,13 @@ def render(run: Run, gpus: int, ways: Sequence[Parallel]) -> Iterator[str | rich
             except ValueError:
                 table.rows.append([str(number), way, "does not fit"])
                 continue
-            batch = f"{one.micro_batch} x {one.accumulation}{', checkpointing' * one.checkpointing}"
-            row = [str(number) + "*" * (enough is not run), way, batch]
+            batch = f"{one.micro_batch} x {one.accumulation}" + (", checkpointing" if one.checkpointing else "")
+            row = [str(number) if enough is run else f"{number}*", way, batch]
             row += [f"{sum(one.memory.values()) / 1e9:.1f} GB", f"{one.step:.3g} s", f"{one.communication / one.step:.0%}"]
             row += [f"{sequences * run.length / one.step:,.0f}", f"{one.seconds / 86400:.3g}", f"{one.gpu_hours:,.0f}"]
             table.rows.append(row)
     table.bold = bold
-    yield table.terminal()
+    yield table
     if grown:
         yield "* with a larger batch: the least that so many GPUs can share"
     for one in asked:
