@@ -1,5 +1,6 @@
 """Measurements for our own pages, as far as a machine without a GPU can tell."""
 
+import pickle
 from importlib import import_module
 from pathlib import Path
 
@@ -7,7 +8,8 @@ import pytest
 import torch
 
 from headmax import records
-from lab.bench.train import kind_of
+from headmax.bench.train import groups
+from lab.bench.train import kind_of, peers
 from tests.command_line import Called
 
 
@@ -26,6 +28,15 @@ def test_a_steps_kernels_are_sorted_by_what_they_are_for() -> None:
     for module in ("ops.triton_decayed", "ops.head_gate.triton_gate", "layers.triton_loss", "layers.triton_conv"):  # a step has them
         import_module(f"headmax.{module}")
     assert {name: kind_of(name) for name in names} == names
+
+
+def test_models_reach_the_processes_that_measure_them() -> None:
+    """They are pickled on the way, so that none may be a lambda."""
+    processes = groups("gla-tiny", "fla") | peers("gla-tiny")
+    assert list(processes) == ["headmax", "fla", "fla-compiled", "transformer", "fla-bfloat16", "fla-gates"]
+    there = pickle.loads(pickle.dumps(processes))
+    assert there["headmax"]["headmax", "softmax"]().config.head_gate is not None
+    assert list(groups("gla-tiny", "none")) == ["headmax", "transformer"]
 
 
 def test_drift_is_measured_after_a_sixteenth_and_every_doubling(lab: Called, tmp_path: Path) -> None:

@@ -139,11 +139,12 @@ class Step:
 def prepare(models: Models, length: int, batch: int) -> dict[tuple[str, str], Step]:
     """The models' steps, each run once. A run has one shape, which its graphs are made for: so has every point of the grid."""
     torch._dynamo.config.automatic_dynamic_shapes = False
-    steps = {key: Step(build()) for key, build in models.items()}
-    for step in steps.values():
+    steps = {}
+    for key, build in models.items():
+        steps[key] = step = Step(build())
         step.shape(length, batch)
         step()
-    torch.cuda.synchronize()
+        torch.cuda.synchronize()
     return steps
 
 
