@@ -16,7 +16,7 @@ LEVEL = {
     "data": 1,
     "records": 0,
     "durable": 0,
-    "fields": 0,
+    "fields": -1,
     "tables": 0,
     "layers": 1,
     "models": 2,
@@ -24,7 +24,7 @@ LEVEL = {
     "generate": 3,
     "recipes": 4,
 }
-LEVEL |= {"tables": 0, "analysis": 5, "demo": 6, "bench": 7, "eval": 7, "plan": 8, "cli": 9}
+LEVEL |= {"tables": 0, "analysis": 5, "demo": 6, "bench": 7, "eval": 7, "plan": 7, "cli": 8}
 EXTRAS = [
     "matplotlib",
     "datasets",

@@ -9,7 +9,7 @@ from typing import Literal
 from headmax.data.mqar import MQAR
 from headmax.layers import HeadGateConfig
 from headmax.models import HeadmaxConfig
-from headmax.recipes.language import BACKBONES
+from headmax.recipes.language import backbones
 from headmax.recipes.recall import recall_training
 from headmax.train import CheckpointConfig, ComputeConfig, EvalConfig, OptimConfig, ScheduleConfig, TrainConfig
 
@@ -49,7 +49,7 @@ class Run:
     """One training. Runs of equal fields are the same run, whichever part asks for it."""
 
     backbone: str
-    """Of `BACKBONES`."""
+    """Of `backbones`."""
     variant: str = "plain"
     """Of `VARIANTS`."""
     size: str = "6x512"
@@ -103,7 +103,7 @@ class Run:
     def model(self, vocab_size: int) -> HeadmaxConfig:
         layers, hidden = map(int, self.size.split("x"))
         return HeadmaxConfig(
-            mixer=BACKBONES[self.backbone],
+            mixer=backbones()[self.backbone].name,
             hidden_size=hidden,
             num_hidden_layers=layers,
             num_heads=self.heads,
@@ -177,7 +177,7 @@ def recall(seed: int) -> Iterator[Run]:
 
 def rates(seed: int) -> Iterator[Run]:
     if seed == 0:
-        yield from (rate for backbone in BACKBONES for rate in Run(backbone).rates())
+        yield from (rate for backbone in backbones() for rate in Run(backbone).rates())
 
 
 def recall_rates(seed: int) -> Iterator[Run]:

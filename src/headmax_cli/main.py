@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -77,14 +78,28 @@ def help_family(first: str, rest: list[str], program: Program) -> int:
 
 
 def execute(command: Command, arguments: list[str], program: Program, debug: bool) -> int:
+    """Calls the command's function and returns the exit code; an error becomes one line on standard error."""
     waiting = sys.stderr.isatty() and "--help" not in arguments
     if waiting:
         print(f"{program.short}: loading ...", end="\r", file=sys.stderr, flush=True)  # torch and transformers take seconds
-    from headmax.cli.run import run_command
+    from headmax.cli.run import explain, read_call
 
     if waiting:
         print("\033[K", end="", file=sys.stderr, flush=True)
-    return run_command(command, arguments, program, debug)
+    try:
+        function = read_call(command, arguments, program)
+        function()
+    except SystemExit as end:  # from --help, or a command that has said what is wrong
+        return end.code if isinstance(end.code, int) else 0
+    except (KeyboardInterrupt, BrokenPipeError):
+        raise
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        status, line = explain(error)
+        print(f"{program.short}: {line}", file=sys.stderr)
+        return status
+    return 0
 
 
 def overview(program: Program) -> str:

@@ -237,9 +237,9 @@ def test_commands_for_the_papers_scale_are_understood(data: Path, tmp_path: Path
             assert tasks == "commonsense,retrieval,niah,mqar"
             for name in names.split():
                 words = [word.replace("$r", name).replace("data/slimpajama", str(data)) for word in train[6:]]
-                with mock.patch("headmax.train.trainer.fit") as fit:
+                with mock.patch("headmax.train.trainer.training") as training:
                     assert called("train", *words).returncode == 0
-                model, config, source, out = fit.call_args.args
+                model, config, source, out = training.call_args.args
                 assert (out, source.length, config.batch_size % 8) == (Path("runs") / name, 4096, 0)
                 with torch.device("meta"):
                     counts[name] = sum(p.numel() for p in HeadmaxForCausalLM(model).parameters())

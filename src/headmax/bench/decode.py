@@ -154,7 +154,7 @@ def llama(recipe: str) -> Any:
         hidden_size=model.hidden_size,
         num_hidden_layers=model.num_hidden_layers,
         num_attention_heads=model.num_heads,
-        intermediate_size=model.mlp_width("attention"),
+        intermediate_size=model.mlp_width(model.mixers[0]),
         vocab_size=model.vocab_size,
         tie_word_embeddings=True,
         max_position_embeddings=2**17,

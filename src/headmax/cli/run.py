@@ -1,4 +1,4 @@
-"""Running a command: its options from the command line or a file, and what becomes of errors."""
+"""What a command line asks for, its options from the words or a file, and what an error says."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import io
 import logging
 import re
 import sys
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -29,30 +28,19 @@ EXTRAS = {
 """Packages that come with an extra of the distribution."""
 
 
-def run_command(command: Command, arguments: list[str], program: Program, debug: bool) -> int:
-    """Parses the arguments, calls the function and returns the exit code; an error becomes one line on standard error."""
+def read_call(command: Command, arguments: list[str], program: Program = HEADMAX) -> Function:
+    """What a command line asks for, to be called without arguments."""
     logging.basicConfig(format="%(message)s")
     logging.getLogger("headmax").setLevel(logging.INFO)
-    try:
-        function = load(command, arguments)
-        dump = "--dump-config" in arguments
-        given = expand(function, [argument for argument in arguments if argument != "--dump-config"])
-        values = parse(function, command.name, given, program)
-        if dump:
-            print(dump_config(function, values), end="")
-        else:
-            call(function, values)
-    except SystemExit as end:  # from --help, or a command that has said what is wrong
-        return end.code if isinstance(end.code, int) else 0
-    except (KeyboardInterrupt, BrokenPipeError):
-        raise
-    except Exception as error:
-        if debug:
-            traceback.print_exc()
-        status, line = explain(error)
-        print(f"{program.short}: {line}", file=sys.stderr)
-        return status
-    return 0
+    function = load(command, arguments)
+    given = expand(function, [argument for argument in arguments if argument != "--dump-config"])
+    values = parse(function, command.name, given, program)
+    if "--dump-config" in arguments:
+        return functools.partial(print, dump_config(function, values), end="")
+    bound = inspect.signature(function).parameters
+    first = [values[name] for name, parameter in bound.items() if parameter.kind is parameter.POSITIONAL_ONLY]
+    named = {name: value for name, value in values.items() if bound[name].kind is not bound[name].POSITIONAL_ONLY}
+    return functools.partial(function, *first, **named)
 
 
 def explain(error: Exception) -> tuple[int, str]:
@@ -88,12 +76,6 @@ def parse(function: Function, name: str, arguments: list[str], program: Program 
             raise ValueError(f"{name}: {one_line(said.getvalue())} (see `{program.name} {name} --help`)") from None
         raise
     return dict(zip(inspect.signature(function).parameters, args, strict=False)) | kwargs
-
-
-def call(function: Function, values: dict[str, Any]) -> None:
-    bound = inspect.signature(function).parameters
-    first = [values[name] for name, parameter in bound.items() if parameter.kind is parameter.POSITIONAL_ONLY]
-    function(*first, **{name: value for name, value in values.items() if bound[name].kind is not bound[name].POSITIONAL_ONLY})
 
 
 def one_line(box: str) -> str:

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from headmax.layers.fusion import Fusion, intact, wanted
-from headmax.layers.mixers import MixerOutput
+from headmax.layers.mixers import MIXERS, MixerOutput
 from headmax.layers.mixers.attention import AttentionSlots
 from headmax.layers.mixers.base import RecurrentSlots
 from headmax.layers.mlp import SwiGLU
@@ -17,11 +17,7 @@ from headmax.layers.padding import Padding
 from headmax.layers.rotary import Rotary
 from headmax.ops.packing import Packing
 
-LORA_TARGETS = (
-    *("q_proj", "k_proj", "v_proj", "g_proj", "o_proj"),
-    *("decay_down_proj", "decay_up_proj", "a_proj", "b_proj"),
-    *("gate_proj", "up_proj", "down_proj"),
-)
+LORA_TARGETS = tuple(dict.fromkeys(name for kind in MIXERS.values() for name in kind.lora_targets)) + SwiGLU.lora_targets
 """The names of all matrices in a block, of any mixer: `LoraConfig(target_modules=list(LORA_TARGETS), modules_to_save=["head_gate"])`."""
 
 

@@ -10,11 +10,11 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from headmax.fields import suggest
 from headmax.layers.initialized import Initialized
 from headmax.ops import head_gate
 from headmax.ops.checks import compute_dtype
 from headmax.ops.head_gate import split_gates
-from headmax.ops.registry import suggest
 
 Source = Literal["head", "hidden_heads", "hidden"]
 Kind = Literal["softmax", "sigmoid", "uniform"]

@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headmax.fields import suggest
 from headmax.layers.initialized import Initialized
 from headmax.layers.mlp import swish_gate
 from headmax.ops.checks import check_shape, compute_dtype
-from headmax.ops.registry import Lazy, dispatch, register, suggest
+from headmax.ops.registry import Lazy, dispatch, register
 from headmax.ops.sequential import gated
 
 OutputNormKind = Literal["head", "joint", "none"]

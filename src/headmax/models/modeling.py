@@ -17,12 +17,11 @@ from transformers import initialization as init
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from headmax.layers import MIXERS
 from headmax.layers.block import Block
 from headmax.layers.fusion import Fusion, wanted
 from headmax.layers.initialized import Initialized
 from headmax.layers.loss import IGNORED, linear_cross_entropy
-from headmax.layers.mixers.attention import AttentionSlots, AttentionState
+from headmax.layers.mixers.attention import Attention, AttentionSlots, AttentionState
 from headmax.layers.mixers.attention import attention_mask as make_attention_mask
 from headmax.layers.norm import RMSNorm
 from headmax.layers.padding import Padding
@@ -143,17 +142,17 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(
             Block(
-                MIXERS[name](**config.mixer_arguments(name)),
+                config.build_mixer(mixer),
                 config.hidden_size,
-                config.mlp_width(name),
+                config.mlp_width(mixer),
                 config.norm_eps,
                 config.backend,
                 config.fused,
             )
-            for name in config.mixers
+            for mixer in config.mixers
         )
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, config.backend)
-        self.uses_attention = [name == "attention" for name in config.mixers]
+        self.uses_attention = [isinstance(block.mixer, Attention) for block in self.layers]
         self.rotary: list[RotarySettings | None] = [getattr(block.mixer, "rotary", None) for block in self.layers]
         self.decoder = Decoder()
         self.gradient_checkpointing = False
@@ -324,7 +323,7 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
         Each kind of mixer, dtype, and way of calling (training, packed, with a state) is a compilation of that shared code, more of them
         than PyTorch allows by itself; the limit is raised while the blocks run.
         """
-        limit = max(torch._dynamo.config.recompile_limit, RECOMPILATIONS * len(set(self.config.mixers)))
+        limit = max(torch._dynamo.config.recompile_limit, RECOMPILATIONS * len({type(mixer) for mixer in self.config.mixers}))
         self.compiler_limits = functools.partial(torch._dynamo.config.patch, recompile_limit=limit)
         for block in self.layers:
             block.compile(fullgraph=True, backend=backend)

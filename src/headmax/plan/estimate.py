@@ -15,19 +15,16 @@ import torch
 from torch import nn
 
 from headmax import HeadmaxForCausalLM, recipes
-from headmax.bench.kernels import SPECS
 from headmax.layers.block import Block
 from headmax.layers.loss import LOGITS_AT_ONCE
 from headmax.layers.mixers.base import RecurrentMixer
 from headmax.ops.registry import suggest
-from headmax.ops.spec import CHUNK_FOR_FLOPS, Case
+from headmax.ops.spec import CHUNK_FOR_FLOPS
 from headmax.recipes import Recipe
 
 MEASURED = Path(__file__).with_name("measured.json")
 Parallel = Literal["ddp", "fsdp"]
 MAX_GPUS, GPUS_PER_NODE = 1024, 8
-OPS = {"linear": "linear_attention", "retnet": "linear_attention", "gla": "gla", "gated_deltanet": "gated_delta_rule"}
-"""The op of a mixer."""
 STATE_BYTES = {"parameters": 4, "gradients": 4, "AdamW": 8}
 """Of a parameter; float32, and sharded by FSDP."""
 COPY_BYTES = 2
@@ -110,7 +107,7 @@ class Work:
         blocks: list[Block] = list(model.model.layers)
         hidden = recipe.model.hidden_size
         kept = [_activations(block, hidden) for block in blocks]
-        ops = sum(_op_flops(name, block.mixer, length) for name, block in zip(recipe.model.mixers, blocks, strict=True))
+        ops = sum(block.mixer.flops(length) for block in blocks)  # type: ignore[operator]
         return cls(
             parameters=sum(p.numel() for p in model.parameters()),
             layers=len(blocks),
@@ -121,14 +118,6 @@ class Work:
             vocabulary=recipe.model.vocab_size,
             hidden=hidden,
         )
-
-
-def _op_flops(name: str, mixer: nn.Module, length: int) -> float:
-    """Of one token in one layer, forward: the recurrence, or attention to half of the sequence on average."""
-    if not isinstance(mixer, RecurrentMixer):
-        return 2.0 * length * _read_out(mixer)
-    case = Case(1, length, mixer.num_heads, mixer.head_k_dim, mixer.head_v_dim, value_heads=mixer.num_v_heads)
-    return SPECS[OPS[name]].flops(case) / length
 
 
 def _read_out(mixer: nn.Module) -> int:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -35,7 +35,17 @@ from headmax.train.parallel import Replica, World, graphed, join
 logger = logging.getLogger("headmax")
 
 
-def fit(
+class FitOptions(TypedDict, total=False):
+    """What `fit` may be given beside what it needs."""
+
+    validation: Source | None
+    tokenizer: Path | None
+    start: Mapping[str, Tensor] | None
+    show: Callable[[Line], None] | None
+
+
+@contextlib.contextmanager
+def training(
     model: HeadmaxConfig,
     config: TrainConfig,
     source: Source,
@@ -45,14 +55,8 @@ def fit(
     tokenizer: Path | None = None,
     start: Mapping[str, Tensor] | None = None,
     show: Callable[[Line], None] | None = None,
-) -> HeadmaxForCausalLM:
-    """Trains a model of this configuration from its start, or from the newest checkpoint in `out`; under torchrun, on all its processes.
-
-    `tokenizer` is a folder whose tokenizer.json goes with the run; `start` are parameters by name that take the place of random ones;
-    `show` gets every step's line of metrics, on the first rank.
-    Raises `Interrupted` after a signal, with all saved, `NoMemory` where a step does not fit, `DeviceLost` where the GPU fails, and
-    `TrainingError` where the run cannot go on.
-    """
+) -> Iterator[Trainer]:
+    """A trainer at the start of a run, or at the newest checkpoint in `out`; under torchrun, on all its processes. See `fit`."""
     if source.vocab_size > model.vocab_size:
         raise ValueError(f"model.vocab_size is {model.vocab_size}, but the data has {source.vocab_size} tokens: give at least as many")
     if config.gate_balance > 0 and model.head_gate is None:
@@ -64,7 +68,7 @@ def fit(
             if words is not None and world.main:
                 durable.write(out / "tokenizer.json", words)
             try:
-                return trainer.run()
+                yield trainer
             finally:
                 trainer.close()
         except OSError as error:
@@ -74,6 +78,18 @@ def fit(
         except RuntimeError:
             check_device(world.device, str(out))
             raise
+
+
+def fit(model: HeadmaxConfig, config: TrainConfig, source: Source, out: Path, **options: Unpack[FitOptions]) -> HeadmaxForCausalLM:
+    """Trains a model of this configuration from its start, or from the newest checkpoint in `out`; under torchrun, on all its processes.
+
+    `tokenizer` is a folder whose tokenizer.json goes with the run; `start` are parameters by name that take the place of random ones;
+    `show` gets every step's line of metrics, on the first rank.
+    Raises `Interrupted` after a signal, with all saved, `NoMemory` where a step does not fit, `DeviceLost` where the GPU fails, and
+    `TrainingError` where the run cannot go on.
+    """
+    with training(model, config, source, out, **options) as trainer:
+        return trainer.run()
 
 
 RUN = durable.Owner("a run of headmax train", is_run)
@@ -183,10 +199,12 @@ class Trainer:
         with StopSignals() as self.signals:
             self.clock = now(self.world.device)
             for batches in self.feed.steps(first, end):
-                loss = self.gradients(batches)
+                loss = torch.zeros((), device=self.world.device)
+                for micro_batch in self.micro_batches(batches):
+                    loss += self.add_gradients(*micro_batch) if self.replayed is None else self.replayed(*micro_batch)
                 if pending is not None:
                     self.finish(pending)
-                pending = self.update(loss)
+                pending = self.update(loss / self.world.size)
                 if self.stop or self.step == end or self.due(self.config.checkpoint_every) or self.due(self.config.eval.every):
                     self.finish(pending)
                     pending = None
@@ -205,19 +223,16 @@ class Trainer:
     def due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
 
-    def gradients(self, batches: list[Batch]) -> Tensor:
-        """Adds up the gradients of this step's global batch; its mean loss over all predicted tokens of all ranks."""
-        device, ranks = self.world.device, self.world.size
+    def micro_batches(self, batches: list[Batch]) -> Iterator[tuple[Any, ...]]:
+        """The arguments of `add_gradients` for each part of this step's global batch. Gradients are averaged over ranks after the last."""
         if any(batch.packing is not None for batch in batches):  # no two have the same shapes
             self.replayed = self.replayed_update = None
+        device = self.world.device
         items = self.world.sum(torch.full((), sum(map(predicted, batches)), device=device, dtype=torch.float32)).clamp(min=1)
-        total, compute = torch.zeros((), device=device), self.replayed or self.add_gradients
         for n, batch in enumerate(batches):
             ids, labels, packing = to(batch, device)
-            given = (ids, labels, items / ranks)  # gradients are averaged over ranks
             with self.replica.micro_step(last=n == len(batches) - 1):
-                total += compute(*given) if packing is None else self.add_gradients(*given, packing)
-        return total / ranks
+                yield (ids, labels, items / self.world.size, *(() if packing is None else (packing,)))
 
     def add_gradients(self, input_ids: Tensor, labels: Tensor, items: Tensor, packing: Packing | None = None) -> Tensor:
         """Forward and backward of a micro-batch; its loss, a part of the mean over `items`."""
@@ -271,7 +286,9 @@ class Trainer:
             again = self.feed.read(pending.step - 1)
             self.optimizer.zero_grad()
             self.replayed = self.replayed_update = None
-            found = diagnose(self.model, lambda: self.gradients(again), self.world)
+            found = diagnose(
+                self.model, lambda: sum(self.add_gradients(*x) for x in self.micro_batches(again)) / self.world.size, self.world
+            )
             raise TrainingError(f"stopped at step {pending.step}: {self.skipped} steps were skipped (max_skipped_steps); {found}")
 
     def measure(self) -> Line:
