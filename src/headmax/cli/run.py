@@ -16,7 +16,7 @@ from typing import Any
 import tyro
 
 from headmax.cli.config_file import dump_config, expand
-from headmax_cli.commands import COMMANDS, FAMILIES, Command
+from headmax_cli.commands import COMMANDS, FAMILIES, HEADMAX, Command, Program
 
 Function = Callable[..., None]
 EXTRAS = {
@@ -28,12 +28,13 @@ EXTRAS = {
 """Packages that come with an extra of the distribution."""
 
 
-def read_call(command: Command, arguments: list[str]) -> Function:
+def read_call(command: Command, arguments: list[str], program: Program = HEADMAX) -> Function:
     """What a command line asks for, to be called without arguments."""
     logging.basicConfig(format="%(message)s")
     logging.getLogger("headmax").setLevel(logging.INFO)
     function = load(command, arguments)
-    values = parse(function, command.name, expand(function, [argument for argument in arguments if argument != "--dump-config"]))
+    given = expand(function, [argument for argument in arguments if argument != "--dump-config"])
+    values = parse(function, command.name, given, program)
     if "--dump-config" in arguments:
         return functools.partial(print, dump_config(function, values), end="")
     bound = inspect.signature(function).parameters
@@ -63,16 +64,16 @@ def load(command: Command, arguments: list[str]) -> Function:
     return function(arguments) if command.built else function
 
 
-def parse(function: Function, name: str, arguments: list[str]) -> dict[str, Any]:
+def parse(function: Function, name: str, arguments: list[str], program: Program = HEADMAX) -> dict[str, Any]:
     """The function's arguments by name; ValueError in one line where the command line is wrong."""
     keep = functools.wraps(function)(lambda *args, **kwargs: (args, kwargs))
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            args, kwargs = tyro.cli(keep, prog=f"headmax {name}", args=arguments, config=(tyro.conf.DisallowNone,))
+            args, kwargs = tyro.cli(keep, prog=f"{program.name} {name}", args=arguments, config=(tyro.conf.DisallowNone,))
     except SystemExit as end:
         if end.code:
-            raise ValueError(f"{name}: {one_line(said.getvalue())} (see `headmax {name} --help`)") from None
+            raise ValueError(f"{name}: {one_line(said.getvalue())} (see `{program.name} {name} --help`)") from None
         raise
     return dict(zip(inspect.signature(function).parameters, args, strict=False)) | kwargs
 
@@ -85,7 +86,7 @@ def one_line(box: str) -> str:
     message = re.sub(
         r"^Error parsing (\S+): no type matching (\S+) could be instantiated from \['(.*?)'\]\..*", r"\1 must be \2, got '\3'", message
     )
-    message = re.sub(r"^Missing from headmax [\w ]+: (\S+( [A-Z]+)?).*", r"missing \1", message)
+    message = re.sub(r"^Missing from [\w .-]+: (\S+( [A-Z]+)?).*", r"missing \1", message)
     message = re.sub(r"^Missing value for argument '(\w+)'.*", lambda found: f"missing {found[1].upper()}", message)
     message = message.removeprefix("Error parsing ").replace("Unrecognized options: ", "unknown option ")
     similar = next((part.removeprefix("Perhaps you meant: ").split()[0] for part in more if part.startswith("Perhaps you meant")), None)
