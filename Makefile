@@ -40,7 +40,7 @@ test-browser: setup ## open the report of headmax inspect in a headless Chromium
 	$(BIN)/python -m pytest -m browser $(PYTEST_FLAGS)
 
 pictures: setup runs/demo-recall/report.html ## docs/images anew: the theory's experiments, and the recall demo's report in a headless Chromium
-	$(BIN)/headmax reproduce theory
+	$(BIN)/python -m lab theory
 	cp runs/theory/*.svg docs/images
 	$(BIN)/python -m tests.analysis.browser runs/demo-recall/report.html docs/images/report.png
 
@@ -63,4 +63,4 @@ wheel: setup ## build dist/*.whl with the setuptools of .venv, so that nothing i
 
 clean: ## remove .venv, caches and build outputs; runs/ stays
 	rm -rf .venv build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	find src tests -name __pycache__ -prune -exec rm -rf {} +
+	find src lab tests -name __pycache__ -prune -exec rm -rf {} +

@@ -8,18 +8,18 @@ from collections.abc import Callable
 from unittest import mock
 
 from headmax_cli import main
-from headmax_cli.commands import COMMANDS
+from headmax_cli.commands import COMMANDS, HEADMAX, Program
 
 Called = Callable[..., subprocess.CompletedProcess]
 
 
-def run(*arguments: object) -> subprocess.CompletedProcess:
-    """`headmax` in this process, which has imported everything."""
+def run(*arguments: object, program: Program = HEADMAX) -> subprocess.CompletedProcess:
+    """`headmax`, or another program, in this process, which has imported everything."""
     words = [str(argument) for argument in arguments]
     out, err, code = io.StringIO(), io.StringIO(), 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            main(words)
+            main(words, program)
         except SystemExit as end:
             code = int(str(end.code or 0))
     return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())

@@ -6,13 +6,14 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from headmax import records
 from headmax.cli.run import load
-from headmax.train import ParallelConfig, TrainConfig
+from headmax.train import ParallelConfig
 from headmax_cli.commands import COMMANDS, FAMILIES, GROUPS
 from tests.command_line import Called, help_texts
 
@@ -137,19 +138,19 @@ def test_an_internal_error_is_one_line_unless_asked(debug: bool, called: Called,
 
 
 def test_options_come_from_a_file_and_the_command_line_wins(tmp_path: Path, called: Called, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: dict[str, object] = {}
-    monkeypatch.setattr("headmax.train.trainer.fit", lambda model, train, source, out, **_: seen.update(model=model, train=train, out=out))
+    training = mock.MagicMock()
+    monkeypatch.setattr("headmax.train.trainer.training", training)
     options = ["--out", "run", "--tokens", "2M", "--optim.betas", "0.8", "0.9", "--model.num-heads", "2", "--checkpoint.no-final"]
     dumped = called("train", "mqar-softmax-gla", *options, "--dump-config")
     assert dumped.returncode == 0, dumped.stderr
-    assert not seen
+    training.assert_not_called()
     (tmp_path / "run.yaml").write_text(dumped.stdout)
     done = called("train", "--config", str(tmp_path / "run.yaml"), "--seed", "7", "--dump-config")
     assert done.stdout == dumped.stdout.replace("seed: 0", "seed: 7")
     assert called("train", "--config", str(tmp_path / "run.yaml"), "--out", str(tmp_path / "other")).returncode == 0
-    train = seen["train"]
-    assert (train.token_budget, train.optim.betas, train.checkpoint.final) == (2_000_000, (0.8, 0.9), False)  # type: ignore[attr-defined]
-    assert (seen["model"].num_heads, seen["out"]) == (2, tmp_path / "other")  # type: ignore[attr-defined]
+    model, train, _, out = training.call_args.args
+    assert (train.token_budget, train.optim.betas, train.checkpoint.final) == (2_000_000, (0.8, 0.9), False)
+    assert (model.num_heads, out) == (2, tmp_path / "other")
     (tmp_path / "run.yaml").write_text("- a\n- b\n")
     assert "must be a mapping of options to values, got list" in called("train", "--config", str(tmp_path / "run.yaml")).stderr
 
@@ -157,13 +158,13 @@ def test_options_come_from_a_file_and_the_command_line_wins(tmp_path: Path, call
 @pytest.mark.parametrize("option", ["--parallel", "--parallel.strategy", "parallel: fsdp", "parallel.strategy: fsdp"])
 def test_the_strategy_has_its_old_option_too(option: str, tmp_path: Path, called: Called, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the command line and in a file of 0.1."""
-    seen: list[TrainConfig] = []
-    monkeypatch.setattr("headmax.train.trainer.fit", lambda model, train, source, out, **_: seen.append(train))
+    training = mock.MagicMock()
+    monkeypatch.setattr("headmax.train.trainer.training", training)
     (tmp_path / "run.yaml").write_text(option)
     given = [option, "fsdp"] if option.startswith("--") else ["--config", str(tmp_path / "run.yaml")]
     done = called("train", "mqar-gla", "--out", str(tmp_path / "run"), *given)
     assert done.returncode == 0, done.stderr
-    assert seen[0].parallel == ParallelConfig("fsdp")
+    assert training.call_args.args[1].parallel == ParallelConfig("fsdp")
 
 
 @pytest.mark.parametrize(

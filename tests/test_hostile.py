@@ -101,7 +101,7 @@ def test_options_nested_without_end_are_refused(content: str, headmax: Any, tmp_
         (["bench", "kernels", "--limit", "nan"], "--limit must be at least 1, got nan"),
         (["bench", "kernels", "--ops", ""], "--ops: give at least one of linear_attention"),
         (["bench", "decode", "--device", "cpu", "--rounds", "0"], "--rounds must be at least 1, got 0"),
-        (["bench", "decode", "--device", "cpu", "--drift", "-1"], "--drift must be at least 0, got -1"),
+        (["bench", "decode", "--device", "cpu", "--peer-tokens", "1"], "--peer-tokens must be at least 2, got 1"),
         (["eval", "MODEL", "--max-length", "0"], "--max-length must be at least 1, got 0"),
     ],
 )

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from headmax.cli.reproduce import PAGES
 from headmax.cli.run import load, parse
-from headmax.reproduce import readme
+from headmax_cli.commands import HEADMAX
 from headmax_cli.main import find
+from lab.__main__ import LAB
+from lab.cli.pages import PAGES
+from lab.pages import readme
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text()
@@ -80,26 +82,26 @@ def test_its_figures_are_those_of_the_records() -> None:
 def test_the_tree_of_contributing_is_the_tree() -> None:
     tree = (ROOT / "CONTRIBUTING.md").read_text().split("## The tree")[1].split("```")[1]
     for name in re.findall(r"^  (?:  )?([a-z_]+(?:\.py|/))", tree, flags=re.MULTILINE):
-        assert list((ROOT / "src/headmax").rglob(name.rstrip("/"))), name
-    for path in (ROOT / "src/headmax").iterdir():
+        assert any(list((ROOT / folder).rglob(name.rstrip("/"))) for folder in ("src/headmax", "lab")), name
+    for path in [*(ROOT / "src/headmax").iterdir(), *(ROOT / "lab").iterdir()]:
         if path.name != "__pycache__" and (path.is_dir() or path.suffix == ".py"):
             assert path.name in tree or path.name in ("__init__.py", "__main__.py"), f"{path.name} is not in the tree"
 
 
-def commands_in(text: str) -> list[str]:
-    """The lines of code blocks that call headmax, but those that stand for several or feed another program."""
+def commands_in(text: str) -> list[tuple[str, str]]:
+    """The lines of code blocks that call headmax or the lab, but those that stand for several or feed another program."""
     blocks = "".join(re.findall(r"^```\w*\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE))
-    return [
-        line for line in re.findall(r"^(?:torchrun .* -m )?headmax (.*)", blocks, flags=re.MULTILINE) if not re.search(r"\.\.\.|\|", line)
-    ]
+    lines = re.findall(r"^(?:torchrun .* -m )?(headmax|python -m lab) (.*)", blocks, flags=re.MULTILINE)
+    return [(program, line) for program, line in lines if not re.search(r"\.\.\.|\|", line)]
 
 
 @pytest.mark.parametrize("path", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda path: path.stem)
 def test_its_command_lines_are_understood(path: Path) -> None:
-    for line in commands_in(path.read_text()):
-        command, options = find(shlex.split(line, comments=True))
+    for name, line in commands_in(path.read_text()):
+        program = {"headmax": HEADMAX}.get(name, LAB)
+        command, options = find(shlex.split(line, comments=True), program)
         assert command is not None, line
-        parse(load(command, options), command.name, options)
+        parse(load(command, options), command.name, options, program)
 
 
 def test_command_lines_are_found() -> None:

@@ -2,9 +2,12 @@
 
 from headmax import recipes
 from headmax.layers import HeadGateConfig
+from headmax.layers.mixers.outside import import_outside_mixers
 from headmax.models import HeadmaxCache, HeadmaxConfig, HeadmaxForCausalLM, HeadmaxModel
 from headmax.models.softmaxify import softmaxify
 from headmax.ops import Packing
+
+import_outside_mixers()
 
 __version__ = "0.1.0"
 

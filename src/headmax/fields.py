@@ -1,13 +1,36 @@
-"""What a JSON file holds, compared with the types that a dataclass states."""
+"""Values compared with the types that a dataclass states: of a JSON file, or of settings."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from types import UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 Built = TypeVar("Built")
+
+
+@dataclass(frozen=True)
+class Range:
+    """What a number may be, both ends included: `Annotated[int, Range(1, 100, "a positive integer")]`. It must be finite."""
+
+    least: float
+    most: float
+    text: str
+    """What an error says that it must be."""
+
+
+Positive = Annotated[float, Range(math.ulp(0.0), math.inf, "a positive, finite number")]
+
+
+def suggest(name: object, known: Iterable[str]) -> str:
+    """The tail of an error about an unknown name: the nearest known one, or all of them."""
+    options = list(known)
+    close = difflib.get_close_matches(str(name), options, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(map(repr, options))}"
 
 
 def build(kind: type[Built], fields: Any) -> Built:
@@ -31,11 +54,43 @@ def check(fields: Any, types: Mapping[str, Any], required: set[str], *, others: 
             raise ValueError(f"{name} must be {getattr(types[name], '__name__', types[name])}, got {value!r:.80}")
 
 
+def check_settings(owner: str, settings: Mapping[str, Any], types: Mapping[str, Any]) -> None:
+    """ValueError, in the name of `owner`, where a setting is not of its type."""
+    for name, kind in types.items():
+        value, kinds = settings[name], get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+        if is_of(value, kind):
+            continue
+        names = [x for each in kinds if get_origin(each) is Literal for x in get_args(each) if isinstance(x, str)]
+        if names and isinstance(value, str):
+            raise ValueError(f"{owner}: unknown {name} {value!r:.80}{suggest(value, names)}")
+        for each in kinds:
+            most = each.__metadata__[0].most if get_origin(each) is Annotated else math.inf
+            if isinstance(value, int | float) and value > most:
+                raise ValueError(f"{owner}: {name} must be at most {most:,}, got {value:,}")
+        raise ValueError(f"{owner}: {name} must be {' or '.join(map(described, kinds))}, got {value!r:.80}")
+
+
+def described(kind: Any) -> str:
+    """A type as an error names it."""
+    if get_origin(kind) is Annotated:
+        return kind.__metadata__[0].text
+    if get_origin(kind) is list:
+        return "a list of them"
+    if get_origin(kind) is Literal:
+        return ", ".join(map(repr, get_args(kind)))
+    return {NoneType: "None", bool: "True or False", int: "an integer", float: "a number", str: "text"}.get(kind, str(kind))
+
+
 def is_of(value: Any, kind: Any) -> bool:
     """Whether a JSON value is of a type: integers are floats too, truth values are neither, and all fit 64 bits."""
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
         return True
+    if origin is Literal:
+        return any(value == x and type(value) is type(x) for x in arguments)
+    if origin is Annotated:
+        limit = kind.__metadata__[0]
+        return is_of(value, arguments[0]) and math.isfinite(value) and limit.least <= value <= limit.most
     if origin in (Union, UnionType):
         return any(is_of(value, each) for each in arguments)
     if origin in (list, tuple):

@@ -15,8 +15,8 @@ import torch
 
 from headmax import durable, fields
 
-RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
-"""Where the repository keeps what was measured."""
+ROOT = Path(__file__).resolve().parents[2]
+"""Of the checkout, where this is one."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,17 @@ class Record:
     date: str
     seed: int | None = None
     extra: dict[str, Any] = field(default_factory=dict)
+
+    def line(self, width: int = 28) -> str:
+        """For a terminal: the case in at least `width` characters, the number and what is known beside it."""
+        text, extra = f"{self.case:{width}} {self.impl:8} {self.metric:36} {self.value:12.5g} {self.unit}", self.extra
+        if "roofline" in extra:
+            text += f"   {extra['TFLOP/s']:.0f} TFLOP/s, {extra['GB/s']:.0f} GB/s, {extra['roofline']:.0%} of the roofline"
+        if "of the bandwidth" in extra:
+            text += f"   {extra['of the bandwidth']:.0%} of the bandwidth"
+        if extra.get("interval") is not None:
+            text += "   95% interval {:.4f} to {:.4f}".format(*extra["interval"])
+        return text
 
 
 class Recorder:
@@ -62,14 +73,13 @@ def describe_device(device: torch.device) -> str:
 
 def current_commit() -> str:
     """The commit of the working tree, with + if it was changed since; the version where this is no checkout of headmax."""
-    root = RESULTS.parents[1]
 
     def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        if Path(git("rev-parse", "--show-toplevel")).resolve() == root:
-            return git("rev-parse", "--short=12", "HEAD") + "+" * bool(git("status", "--porcelain", "--", "src"))
+        if Path(git("rev-parse", "--show-toplevel")).resolve() == ROOT:
+            return git("rev-parse", "--short=12", "HEAD") + "+" * bool(git("status", "--porcelain", "--", "src", "lab/*.py"))
     except (OSError, subprocess.CalledProcessError):
         pass
     from headmax import __version__

@@ -15,6 +15,31 @@ class Command(NamedTuple):
     """Whether the function returns the command, given the arguments: the defaults of `train` are those of the recipe it names."""
 
 
+class Program(NamedTuple):
+    """A command line: `headmax`, and in a checkout of the repository `python -m lab`."""
+
+    name: str
+    """As it is called."""
+    about: str
+    groups: dict[str, tuple[Command, ...]]
+    families: dict[str, str]
+    """What the commands do that begin with the same word, by that word."""
+    options: dict[str, str]
+    """What the program itself takes."""
+
+    @property
+    def short(self) -> str:
+        """What its errors begin with."""
+        return self.name.split()[-1]
+
+    @property
+    def commands(self) -> dict[str, Command]:
+        return {command.name: command for group in self.groups.values() for command in group}
+
+    def members(self, family: str) -> list[Command]:
+        return [command for name, command in self.commands.items() if name.split()[0] == family]
+
+
 GROUPS: dict[str, tuple[Command, ...]] = {
     "Train": (
         Command(
@@ -34,6 +59,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
             "Continue a text and stream the result; without a prompt, read lines from standard input.",
         ),
         Command("eval", "headmax.cli.evaluate:evaluate", "Run the paper's benchmarks on a model; rerun to resume."),
+        Command("eval tables", "headmax.cli.evaluate:tables", "Render the paper's three tables with your results beside the paper's."),
         Command("inspect", "headmax.cli.inspect:inspect", "Show which head wins each token of a text, as one HTML file."),
         Command("convert", "headmax.cli.convert:convert", "Turn a run, or a model of flash-linear-attention, into a model folder."),
     ),
@@ -49,16 +75,6 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         Command("demo recall", "headmax.cli.demo:recall", "Train three tiny models on associative recall and compare them."),
         Command("env", "headmax.cli.env:env", "Print versions, devices and backends, for bug reports."),
     ),
-    "This repository": (
-        Command("reproduce readme", "headmax.cli.reproduce:readme", "Render the generated sections of the README and the docs."),
-        Command("reproduce tables", "headmax.cli.reproduce:tables", "Render the paper's three tables with our own results."),
-        Command("reproduce theory", "headmax.cli.reproduce:theory", "Run the paper's proposition and theorems as experiments."),
-        Command("reproduce figures", "headmax.cli.reproduce:figures", "Draw the paper's figures from records."),
-        Command("reproduce prepare", "headmax.cli.reproduce:prepare", "Prepare requests and needles for machines without lm-eval."),
-        Command("reproduce run", "headmax.cli.reproduce:run", "Train and evaluate the models of some parts of the reproduction."),
-        Command("reproduce collect", "headmax.cli.reproduce:collect", "Add the results of finished runs to the repository's records."),
-        Command("reproduce report", "headmax.cli.reproduce:report", "Write the page of the reproduction from records."),
-    ),
 }
 
 COMMANDS = {command.name: command for group in GROUPS.values() for command in group}
@@ -66,10 +82,20 @@ FAMILIES = {
     "data": "Turn text into token shards, and check them.",
     "bench": "Time kernels, training, decoding and evaluation on your machine.",
     "demo": COMMANDS["demo"].about,
-    "reproduce": "Run the paper's experiments at small scale; render every table and figure from records.",
+    "eval": COMMANDS["eval"].about,
 }
 """Commands with members, by their first word."""
-
-
-def members(family: str) -> list[Command]:
-    return [command for name, command in COMMANDS.items() if name.split()[0] == family]
+HEADMAX = Program(
+    "headmax",
+    "Softmax Linear Attention: a softmax over heads that makes the heads of a linear-attention layer compete.",
+    GROUPS,
+    FAMILIES,
+    {
+        "-h, --help": "print this text; after a command, its options",
+        "--version": "print the version",
+        "--completion SHELL": 'print completions for bash, zsh or fish: eval "$(headmax --completion bash)"',
+        "--config FILE": "after a command: read its options from a YAML file; options on the command line win",
+        "--dump-config": "after a command: print its options as such a YAML file and exit",
+        "--debug": "show the traceback of an error",
+    },
+)

@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-from headmax_cli.commands import COMMANDS, FAMILIES, GROUPS, Command, members
-
-USAGE = "usage: headmax COMMAND [OPTIONS]"
-GENERAL = {
-    "-h, --help": "print this text; after a command, its options",
-    "--version": "print the version",
-    "--completion SHELL": 'print completions for bash, zsh or fish: eval "$(headmax --completion bash)"',
-    "--config FILE": "after a command: read its options from a YAML file; options on the command line win",
-    "--dump-config": "after a command: print its options as such a YAML file and exit",
-    "--debug": "show the traceback of an error",
-}
+from headmax_cli.commands import HEADMAX, Command, Program
 
 
-def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Runs `headmax` and exits: 0, 2 on bad input, 130 when interrupted, 1 on an error of headmax's own."""
+def main(arguments: Sequence[str] | None = None, program: Program = HEADMAX) -> NoReturn:
+    """Runs `program` and exits: 0, 2 on bad input, 130 when interrupted, 1 on an error of headmax's own."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        status = run(given)
+        status = run(given, program)
         sys.stdout.flush()
     except BrokenPipeError:  # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -34,78 +25,93 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     sys.exit(status)
 
 
-def run(arguments: list[str]) -> int:
+def run(arguments: list[str], program: Program) -> int:
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
     first = arguments[0] if arguments else "--help"
     if first == "help" and len(arguments) > 1:
-        return run([*arguments[1:], "--help"])
+        return run([*arguments[1:], "--help"], program)
     if first in ("-h", "--help", "help"):
-        print(overview())
+        print(overview(program))
     elif first == "--version":
         from importlib.metadata import version
 
         print(f"headmax {version('headmax')}")
-    elif first == "--completion":
+    elif first == "--completion" and program is HEADMAX:
         from headmax.cli.run import completion
 
         return completion(*arguments[1:2])
     else:
-        command, rest = find(arguments)
+        command, rest = find(arguments, program)
         if command is None:
-            return help_family(first, rest)
-        return execute(command, rest, debug)
+            return help_family(first, rest, program)
+        return execute(command, rest, program, debug)
     return 0
 
 
-def find(arguments: list[str]) -> tuple[Command | None, list[str]]:
+def find(arguments: list[str], program: Program) -> tuple[Command | None, list[str]]:
     """The command that the first one or two words name, and the arguments after them."""
     for words in (2, 1):
-        if (name := " ".join(arguments[:words])) in COMMANDS and len(arguments) >= words:
-            return COMMANDS[name], arguments[words:]
+        if (name := " ".join(arguments[:words])) in program.commands and len(arguments) >= words:
+            return program.commands[name], arguments[words:]
     return None, arguments[1:]
 
 
-def help_family(first: str, rest: list[str]) -> int:
+def help_family(first: str, rest: list[str], program: Program) -> int:
     """Help of a family such as `bench`, or a line about a command that does not exist."""
-    if first in FAMILIES and rest[:1] in ([], ["-h"], ["--help"]):
-        lines = "\n".join(f"  {command.name:18} {command.about}" for command in members(first))
-        print(f"usage: headmax {first} COMMAND [OPTIONS]\n\n{FAMILIES[first]}\n\n{lines}")
+    families, name = program.families, program.name
+    if first in families and rest[:1] in ([], ["-h"], ["--help"]):
+        lines = "\n".join(f"  {command.name:18} {command.about}" for command in program.members(first))
+        print(f"usage: {name} {first} COMMAND [OPTIONS]\n\n{families[first]}\n\n{lines}")
         return 0
     if first.startswith("-"):
-        print(f"headmax: unknown option {first!r}; see `headmax --help`", file=sys.stderr)
+        print(f"{program.short}: unknown option {first!r}; see `{name} --help`", file=sys.stderr)
         return 2
     import difflib
 
-    wrong = f"{first} {rest[0]}" if first in FAMILIES else first
-    known = [*COMMANDS, *FAMILIES]
+    wrong = f"{first} {rest[0]}" if first in families else first
+    known = [*program.commands, *families]
     close = difflib.get_close_matches(wrong, known, n=1)
-    hint = f"did you mean {close[0]!r}?" if close else "see `headmax --help`"
-    print(f"headmax: unknown command {wrong!r}; {hint}", file=sys.stderr)
+    hint = f"did you mean {close[0]!r}?" if close else f"see `{name} --help`"
+    print(f"{program.short}: unknown command {wrong!r}; {hint}", file=sys.stderr)
     return 2
 
 
-def execute(command: Command, arguments: list[str], debug: bool) -> int:
+def execute(command: Command, arguments: list[str], program: Program, debug: bool) -> int:
+    """Calls the command's function and returns the exit code; an error becomes one line on standard error."""
     waiting = sys.stderr.isatty() and "--help" not in arguments
     if waiting:
-        print("headmax: loading ...", end="\r", file=sys.stderr, flush=True)  # torch and transformers take seconds
-    from headmax.cli.run import run_command
+        print(f"{program.short}: loading ...", end="\r", file=sys.stderr, flush=True)  # torch and transformers take seconds
+    from headmax.cli.run import explain, read_call
 
     if waiting:
         print("\033[K", end="", file=sys.stderr, flush=True)
-    return run_command(command, arguments, debug)
+    try:
+        function = read_call(command, arguments, program)
+        function()
+    except SystemExit as end:  # from --help, or a command that has said what is wrong
+        return end.code if isinstance(end.code, int) else 0
+    except (KeyboardInterrupt, BrokenPipeError):
+        raise
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        status, line = explain(error)
+        print(f"{program.short}: {line}", file=sys.stderr)
+        return status
+    return 0
 
 
-def overview() -> str:
-    """What `headmax --help` prints: families by their first word, in groups."""
-    lines = [USAGE, "", "Softmax Linear Attention: a softmax over heads that makes the heads of a linear-attention layer compete."]
-    for title, commands in GROUPS.items():
+def overview(program: Program) -> str:
+    """What `--help` prints: families by their first word, in groups."""
+    lines = [f"usage: {program.name} COMMAND [OPTIONS]", "", program.about]
+    for title, commands in program.groups.items():
         lines += ["", title]
         shown: dict[str, str] = {}
         for command in commands:
             family = command.name.split()[0]
-            shown.setdefault(family, FAMILIES.get(family, command.about))
+            shown.setdefault(family, program.families.get(family, command.about))
         lines += [f"  {name:12} {about}" for name, about in shown.items()]
-    lines += ["", "Options", *(f"  {option:20} {about}" for option, about in GENERAL.items())]
-    lines += ["", "Run `headmax COMMAND --help` for the options of a command."]
+    lines += ["", "Options", *(f"  {option:20} {about}" for option, about in program.options.items())]
+    lines += ["", f"Run `{program.name} COMMAND --help` for the options of a command."]
     return "\n".join(lines)

@@ -8,7 +8,7 @@ import torch
 from headmax.bench import decode
 from headmax.generate import Engine
 
-PLAN: dict[str, Any] = {"batches": [1, 2], "prompts": [4, 9], "decoded": [3], "drift": 8, "peer_tokens": 4, "rounds": 2}
+PLAN: dict[str, Any] = {"batches": [1, 2], "prompts": [4, 9], "decoded": [3], "peer_tokens": 4, "rounds": 2}
 KINDS: dict[str, Any] = {"dtype": torch.float32, "state_dtype": torch.float32, "device": "cpu"}
 
 
@@ -26,7 +26,6 @@ def test_the_two_models_take_turns(capsys: pytest.CaptureFixture[str]) -> None:
                 assert (f"{name} batch {batch} context {prompt}", "latency per token") in cases
             assert (f"gla-tiny batch {batch} context {prompt}", "softmax over plain/latency") in cases
     assert ("softmax-gla-tiny batch 1 context 4 decoded 3", "end to end") in cases
-    assert ("softmax-gla-tiny after 8 tokens", "bfloat16 state/logits apart") in cases
     assert all(record.value > 0 for record in found)
     assert capsys.readouterr().out.count("\n") == len(found)
 
@@ -42,8 +41,7 @@ def test_peers(group: str, impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_bytes_are_weights_once_and_states_twice() -> None:
-    plan = decode.Plan("gla-tiny", "headmax", **PLAN, **KINDS)
-    engine = Engine(decode.ours("softmax-gla-tiny", plan), max_batch=3)
+    engine = Engine(decode.ours("softmax-gla-tiny", "cpu", torch.float32), max_batch=3)
     weights = sum(p.numel() for p in engine.model.parameters())
     state = 2 * 4 * 8 * 16  # layers, heads, key, value
     assert decode.step_bytes(engine, 3) == 4 * (weights + 2 * 3 * state)

@@ -3,13 +3,11 @@
 import os
 import time
 from collections.abc import Iterator
-from importlib import import_module
 
 import pytest
 
 from headmax.bench.isolated import isolated
 from headmax.bench.timing import paired
-from headmax.bench.train import kind_of
 from headmax.records import Record, Recorder
 
 
@@ -57,26 +55,11 @@ def test_the_fastest_tiles_are_those_of_all_ops_together() -> None:
 
 def test_every_kernel_has_tiles_for_every_class() -> None:
     pytest.importorskip("triton")
-    from headmax.bench.tune import CANDIDATES, UNTRIED
+    from headmax.bench.tune import CANDIDATES
     from headmax.ops.triton_tiles import TABLE
 
-    names = {*UNTRIED, *(name for kernels in CANDIDATES.values() for names in kernels.values() for name in names)}
+    untried = ("delta_carry", "prepare_exact")  # not run, or with nothing to do, on what is timed
+    names = {*untried, *(name for kernels in CANDIDATES.values() for names in kernels.values() for name in names)}
     for entry in TABLE.values():
         assert set(entry["kernels"]) == names
         assert all(set(tiles) == {"narrow", "wide"} for tiles in entry["kernels"].values())
-
-
-def test_a_steps_kernels_are_sorted_by_what_they_are_for() -> None:
-    names = {
-        "nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_NTN": "matrix products",
-        "triton_poi_fused_add_mul_7": "compiled passes",
-        "query_key_gradients_kernel": "headmax.ops",
-        "split_gates_kernel": "headmax.ops",
-        "cross_entropy_kernel": "headmax.layers",
-        "short_conv_kernel": "headmax.layers",
-        "Memset (Device)": "optimizer and others",
-        "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>": "optimizer and others",
-    }
-    for module in ("ops.triton_decayed", "ops.head_gate.triton_gate", "layers.triton_loss", "layers.triton_conv"):  # a step has them
-        import_module(f"headmax.{module}")
-    assert {name: kind_of(name) for name in names} == names

@@ -1,13 +1,10 @@
 """What the demo says of its figures: three cases, in both directions."""
 
-from pathlib import Path
-
 import pytest
 
-from headmax import records
-from headmax.demo.code import METRIC
+from headmax.demo.code import METRIC, case
 from headmax.demo.recall import METRIC as ACCURACY
-from headmax.demo.verdict import RECORDS, Metric, compare, seed_scores, verdict
+from headmax.demo.verdict import compare, recorded_seeds, verdict
 
 
 def seeds(*gains: float) -> list[dict[str, float]]:
@@ -52,16 +49,7 @@ def test_more_accuracy_is_better() -> None:
     assert ACCURACY.wins([scores], "uniform") == 1
 
 
-def test_the_later_record_of_a_seed_counts(tmp_path: Path) -> None:
-    make, path = records.Recorder("demo", "cpu"), tmp_path / "records.jsonl"
-    metric = Metric("m", "unit", "metric")
-    for value in (1.0, 2.0):
-        measured = [make(f"case {v}", "headmax", "m", value, "unit", 7, variant=v) for v in ("plain", "uniform", "softmax")]
-        records.append(path, measured)
-    records.append(path, [make("case plain", "headmax", "m", 3.0, "unit", 8, variant="plain")])  # a seed that is not complete
-    assert seed_scores(path, metric) == {"case": [{"plain": 2.0, "uniform": 2.0, "softmax": 2.0}]}
-
-
-def test_five_seeds_are_recorded() -> None:
-    (scores,) = seed_scores(RECORDS, METRIC).values()
-    assert len(scores) == 5
+def test_five_seeds_are_in_the_package() -> None:
+    assert len(recorded_seeds(METRIC, case(steps=190))) == 5
+    assert recorded_seeds(METRIC, case(steps=191)) == []
+    assert recorded_seeds(ACCURACY, case(steps=190)) == []

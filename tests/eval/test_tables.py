@@ -7,7 +7,7 @@ import pytest
 
 from headmax import records
 from headmax.eval.names import TASKS
-from headmax.eval.tables import PAPER, RECORDS, render
+from headmax.eval.tables import PAPER, render
 
 
 def test_the_paper_s_figures_agree_with_its_averages() -> None:
@@ -72,7 +72,7 @@ def test_seeds_are_averaged_and_paired_and_controls_shown(tmp_path: Path) -> Non
         for seed, value in enumerate(values):
             record(path, model, "wikitext", "word_perplexity", value, None, run={"seed": seed})
             record(path, model, "swde", "contains", 0.01 * seed, 0.02, run={"seed": seed})
-    text = render((path,), "25m", "markdown")
+    text = render((path,), "25m", "markdown", {"uniform": "Uniform", "sigmoid": "Sigmoid"})
     first = next(n for n, line in enumerate(text.splitlines()) if line.startswith("| GLA | paper"))
     assert cells(text, first + 1)[2] == "52.00 ± 2.83"
     assert cells(text, first + 4)[2] == "49.50 ± 3.54"
@@ -85,14 +85,16 @@ def test_seeds_are_averaged_and_paired_and_controls_shown(tmp_path: Path) -> Non
 
 
 def test_latex_and_the_command(headmax: Any, tmp_path: Path) -> None:
-    text = render((RECORDS,), "nothing", "latex")
+    empty = tmp_path / "r.jsonl"
+    empty.touch()
+    text = render((empty,), "nothing", "latex")
     assert text.count(r"\begin{tabular}") == text.count(r"\end{tabular}") == 3
     assert r"Softmax GDN & paper & 100.0" in text
     assert not set(text) & set("†‡Δ±↑↓−")
     widths = {line.count("&") for line in text.splitlines() if line.endswith(r"\\")}
     assert widths == {10, 5, 13}
-    assert headmax("reproduce", "tables", "--out", tmp_path / "t.md")[0] == 0
+    assert headmax("eval", "tables", empty, "--out", tmp_path / "t.md")[0] == 0
     assert "| Transformer++ | paper | 24.59 | 31.26 |" in (tmp_path / "t.md").read_text()
-    code, _, errors = headmax("reproduce", "tables", "--records", tmp_path / "none.jsonl")
+    code, _, errors = headmax("eval", "tables", tmp_path / "none.jsonl")
     assert code == 2
     assert "none.jsonl: no such file" in errors

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headmax import HeadmaxForCausalLM
-from headmax.bench.decode import agreement, drift
 from headmax.data.tokenizer import mistral
 from headmax.generate import GREEDY, Engine, Request, Sampling
 from headmax.generate.text import TextStream
+from lab.bench.drift import drift
+from tests.generate.agreement import agreement
 from tests.waiting import no_waiting
 
 from .checkpoint import MODELS, VOCABULARY, make_model, make_tokenizer, tokens

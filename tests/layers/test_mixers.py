@@ -14,6 +14,7 @@ from headmax.layers import MIXERS
 from headmax.layers.feature_map import FEATURE_MAPS
 from headmax.layers.fusion import Fusion
 from headmax.layers.mixers import RecurrentMixer
+from headmax.layers.mixers.config import RecurrentConfig
 from headmax.layers.norm import OutputNorm
 from headmax.layers.rotary import Rotary, RotarySettings, rotate
 from headmax.layers.short_conv import ShortConvolution, unit_convolution
@@ -29,7 +30,13 @@ def make(name: str, *, heads: int = 4, **options: Any) -> nn.Module:
     torch.manual_seed(0)
     if name != "attention":
         options = {"conv_size": 4, "head_gate": HeadGateConfig(init_std=1.0)} | options
-    return MIXERS[name](WIDTH, heads, **options).double().requires_grad_(False)
+    return build(name, heads, **options).double().requires_grad_(False)
+
+
+def build(name: str, heads: int, **options: Any) -> nn.Module:
+    """The mixer with options of its own and of its model."""
+    shared = {key: options.pop(key) for key in ("norm_eps", "head_gate", "backend") if key in options}
+    return MIXERS[name](**options).build(WIDTH, heads, **shared)
 
 
 def hidden(batch: int, time: int, seed: int = 0) -> torch.Tensor:
@@ -342,18 +349,18 @@ def test_errors_name_the_setting() -> None:
         HeadGateConfig(scale="head")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="head_gate must be a HeadGateConfig or None, got True"):
         make("gla", head_gate=True)
-    with pytest.raises(ValueError, match="output_norm: unknown 'heads'; did you mean 'head'"):
+    with pytest.raises(ValueError, match="GLAConfig: unknown output_norm 'heads'; did you mean 'head'"):
         make("gla", output_norm="heads")
-    with pytest.raises(ValueError, match="feature_map: unknown 'rellu'; did you mean 'relu'"):
+    with pytest.raises(ValueError, match="LinearAttentionConfig: unknown feature_map 'rellu'; did you mean 'relu'"):
         make("linear", feature_map="rellu")
     with pytest.raises(ValueError, match="num_heads must be at least 1, got -4"):
-        MIXERS["gla"](WIDTH, -4)
+        build("gla", -4)
     with pytest.raises(ValueError, match="head_v_dim: 32 channels do not split over 5 heads"):
-        MIXERS["gla"](WIDTH, 5, head_k_dim=4)
-    with pytest.raises(ValueError, match="conv_size: a short convolution spans at least 2 tokens, got 1"):
+        build("gla", 5, head_k_dim=4)
+    with pytest.raises(ValueError, match="GLAConfig: conv_size must be 0 or a width of at least 2, got 1"):
         make("gla", conv_size=1)
     with pytest.raises(ValueError, match="source 'hidden_heads' splits hidden_size 32 over 3 heads"):
-        MIXERS["gla"](WIDTH, 3, head_k_dim=4, head_v_dim=4, head_gate=HeadGateConfig(source="hidden_heads"))
+        build("gla", 3, head_k_dim=4, head_v_dim=4, head_gate=HeadGateConfig(source="hidden_heads"))
     retnet, x = make("retnet"), hidden(1, 3)
     state = retnet(x, return_state=True, positions=torch.arange(3)[None]).state
     with pytest.raises(ValueError, match="RetNet: positions must be given with a state that was made with positions"):
@@ -362,7 +369,7 @@ def test_errors_name_the_setting() -> None:
 
 def test_a_recurrence_must_be_defined() -> None:
     with pytest.raises(TypeError, match="does not define a recurrence"):
-        RecurrentMixer(WIDTH, 4, head_k_dim=4, head_v_dim=4)(torch.randn(1, 2, WIDTH))
+        RecurrentMixer(WIDTH, 4, RecurrentConfig())(torch.randn(1, 2, WIDTH))
 
 
 @pytest.mark.parametrize("name", RECURRENT)
@@ -420,8 +427,8 @@ def test_the_kernel_of_the_convolution_to_unit_length(
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks, at a block's input
 @pytest.mark.parametrize(("name", "options", "products"), [
-    ("gla", {"conv_size": None}, 6),  # k, v, swish gate, output, decay up, and one for q, decay down and scores
-    ("retnet", {"conv_size": None}, 4),  # v, swish gate, output, and one for q, k and scores
+    ("gla", {"conv_size": 0}, 6),  # k, v, swish gate, output, decay up, and one for q, decay down and scores
+    ("retnet", {"conv_size": 0}, 4),  # v, swish gate, output, and one for q, k and scores
     ("gated_deltanet", {"num_v_heads": 8}, 5),  # k, v, swish gate, output, and one for q, decay and strength
 ])  # fmt: skip
 @pytest.mark.parametrize("source", ["head", "hidden_heads", "hidden"])
@@ -470,7 +477,7 @@ def test_a_fused_mixer_hands_over_its_state(name: str) -> None:
 def test_the_kernels_of_a_fused_mixer(name: str, settings: dict[str, Any] | None) -> None:
     """They compute what the modules do, eagerly and compiled, and all gates are made in one."""
     gates = None if settings is None else HeadGateConfig(init_std=1.0, **settings)
-    options: dict[str, Any] = {} if name == "gated_deltanet" else {"conv_size": None}
+    options: dict[str, Any] = {} if name == "gated_deltanet" else {"conv_size": 0}
     mixer = make(name, backend="triton", head_gate=gates, heads=2, **options).float().requires_grad_()
     x, leaves = hidden(2, 6).float().requires_grad_(), list(mixer.parameters())
 

@@ -8,7 +8,7 @@ from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
-from headmax.layers.norm import RMSNorm, norm_beside, read_out, residual_norm, rms_norm
+from headmax.layers.norm import RMSNorm, norm_with_residual, read_out, residual_norm, rms_norm
 from tests.layers.compare import DEVICES, compare
 
 pytest.importorskip("triton")
@@ -79,7 +79,7 @@ def test_the_kernel_adds_the_gradient_of_what_goes_on_beside_a_norm(compiled: bo
 
     def function(x: Tensor, weight: Tensor, backend: str) -> tuple[Tensor, Tensor]:
         def both(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-            x, y = norm_beside(x, weight, 1e-3, backend)
+            x, y = norm_with_residual(x, weight, 1e-3, backend)
             return 2 * x, 2 * y
 
         torch._dynamo.reset()

@@ -181,13 +181,13 @@ def test_changes_of_the_model_are_seen(change: str) -> None:
 
 
 @here
-def test_what_asks_for_more_goes_without_a_graph_and_comes_back() -> None:
+def test_requests_for_more_go_without_a_graph_and_come_back() -> None:
     model, text = make(), ids(tokens(20))
     cache = read(model, text[:, :5])
     for start, options in ((5, {}), (8, {"return_gates": True}), (11, {}), (14, {"output_hidden_states": True}), (17, {})):
         assert_follows(model, cache, text[:, :start], text[:, start : start + 3], **options)
     assert Recorded.captures == 1
-    assert "hidden states, gates or packed sequences are asked for" in model.model.decoder.announced
+    assert "hidden states, gates or packed sequences are requested" in model.model.decoder.announced
 
 
 @here

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -52,10 +53,8 @@ def test_what_is_no_run_is_refused(run: tuple[Path, torch.nn.Module], tmp_path: 
 
 
 def test_every_field_is_an_option_and_the_recipe_its_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, called: Called) -> None:
-    seen = {}
-    monkeypatch.setattr(
-        "headmax.train.trainer.fit", lambda model, config, source, out, **_: seen.update(model=model, config=config, source=source)
-    )
+    training = mock.MagicMock()
+    monkeypatch.setattr("headmax.train.trainer.training", training)
     arguments = [
         "mqar-softmax-gla",
         "--out",
@@ -71,10 +70,10 @@ def test_every_field_is_an_option_and_the_recipe_its_default(tmp_path: Path, mon
     ]
     arguments += ["--optim.lr", "5e-4", "--compute.micro-batch", "4", "--model.num-heads", "2", "--model.head-gate.kind", "sigmoid"]
     assert called("train", *arguments, "--task.num-pairs", "4").returncode == 0
-    config, model = seen["config"], seen["model"]
+    model, config, source, _ = training.call_args.args
     assert (config.max_steps, config.checkpoint_every, config.seed, config.device) == (7, 3, 5, "cpu")
     assert (config.optim.lr, config.compute.micro_batch, config.optim.weight_decay) == (5e-4, 4, 0.0)
     assert (config.sequence_length, config.batch_size, config.token_budget) == (13, 64, 2000 * 64 * 13)
     assert (model.mixer, model.num_heads, model.head_gate.kind, model.head_gate.read) == ("gla", 2, "sigmoid", True)
-    assert seen["source"].identity == {"task": "mqar", "generator": "philox", "seed": 5, "num_pairs": 4, "vocab_size": 64}
-    assert json.dumps(seen["source"].identity)
+    assert source.identity == {"task": "mqar", "generator": "philox", "seed": 5, "num_pairs": 4, "vocab_size": 64}
+    assert json.dumps(source.identity)

@@ -48,7 +48,8 @@ def test_uneven_micro_batches_have_the_gradients_of_the_whole_batch(separate: bo
     trainer = Trainer(model_config(), config, source, None, tmp_path, ALONE, {}, show=lambda line: None)
     batches = trainer.feed.read(0)
     assert sorted(batch.input_ids.numel() // source.length for batch in batches) == [2, 3, 3]
-    trainer.gradients(batches)
+    for micro_batch in trainer.micro_batches(batches):
+        trainer.add_gradients(*micro_batch)
     trainer.close()
     whole = HeadmaxForCausalLM(model_config()).train()
     whole.load_state_dict(trainer.model.state_dict())

@@ -1,1 +1,1 @@
-"""A look inside: the gates of a model on a text, the paper's theorems as experiments, its figures from records."""
+"""A look inside: the gates of a model on a text, and a training run as a picture."""

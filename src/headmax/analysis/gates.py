@@ -110,7 +110,7 @@ def trace(model: HeadmaxForCausalLM, ids: Tensor, tokens: Sequence[str], name: s
             if any(gate is not None and not gate.isfinite().all() for gate in pair):
                 raise ValueError(f"{name}: the gates of layer {index} are not finite: the weights hold NaN or infinity, or overflow")
             read, write = (None if gate is None else Gate((gate[0].float() / scale).cpu()) for gate in pair)
-            layers.append(Layer(index, mixer, read, write))
+            layers.append(Layer(index, mixer.name, read, write))
     return Trace(name, list(tokens), layers, config.kind, config.read_position)
 
 

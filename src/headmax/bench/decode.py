@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from headmax import HeadmaxForCausalLM, recipes
 from headmax.bench.isolated import isolated
-from headmax.bench.terminal import line
 from headmax.bench.timing import Ceilings, median, paired, seconds
 from headmax.generate import GREEDY, Engine, PrefixState, Request
 from headmax.generate.sampling import Features
@@ -35,8 +33,6 @@ class Plan:
     prompts: Sequence[int]
     decoded: Sequence[int]
     """Lengths of whole generations at batch 1, for engines of ours."""
-    drift: int
-    """Teacher-forced tokens over which a bfloat16 state is compared with a float32 one; 0 for none."""
     peer_tokens: int
     """Tokens a peer decodes."""
     rounds: int
@@ -45,11 +41,11 @@ class Plan:
     device: str
 
 
-def ours(name: str, plan: Plan) -> HeadmaxForCausalLM:
+def ours(name: str, device: str, dtype: torch.dtype) -> HeadmaxForCausalLM:
     torch.manual_seed(0)
-    with torch.device(plan.device):
+    with torch.device(device):
         model = HeadmaxForCausalLM(recipes.get(name).model)
-    return model.to(plan.dtype).eval()  # type: ignore[arg-type]
+    return model.to(dtype).eval()  # type: ignore[arg-type]
 
 
 def random_tokens(model: Any, count: int, seed: int = 0) -> list[int]:
@@ -75,7 +71,7 @@ class Contender:
     def __init__(self, name: str, plan: Plan) -> None:
         self.name, self.plan = name, plan
         before = allocated(plan.device)
-        self.model = ours(name, plan)
+        self.model = ours(name, plan.device, plan.dtype)
         self.weights = self.own = allocated(plan.device) - before
         self.attends = any(self.model.model.uses_attention)
         self.engine: Any = None
@@ -149,41 +145,6 @@ def generations(plan: Plan, contenders: dict[str, Contender], make: Recorder) ->
         yield make(case, "headmax", "end to end", taken, "s", per_token=1e3 * taken / count)
 
 
-def drift(model: HeadmaxForCausalLM, tokens: Tensor, state_dtype: torch.dtype, marks: Sequence[int]) -> Iterator[tuple[int, float, float]]:
-    """How far logits move when the state is kept in `state_dtype` rather than float32, tokens [n] being given.
-
-    Yields (tokens fed, largest difference of a logit, mean KL divergence in nats) since the last mark.
-    """
-    narrow, wide = (Engine(model, max_batch=1, state_dtype=kind) for kind in (state_dtype, torch.float32))
-    first = wide.prefill(tokens[:1].tolist())
-    apart, spread = [], []
-    pairs = zip(narrow.forced([first], tokens[None, 1:]), wide.forced([first], tokens[None, 1:]), strict=True)
-    for fed, (ours, exact) in enumerate(pairs, 2):
-        apart.append((ours - exact).abs().amax())
-        spread.append(F.kl_div(ours.log_softmax(-1), exact.log_softmax(-1), log_target=True, reduction="sum"))
-        if fed in marks:
-            yield fed, float(torch.stack(apart).amax()), float(torch.stack(spread).mean())
-            apart, spread = [], []
-
-
-def agreement(model: HeadmaxForCausalLM, engine: Engine, prompt: Sequence[int], count: int) -> tuple[int | None, float]:
-    """Where the engine's greedy tokens first differ from Hugging Face `generate`'s, and by how much the model itself prefers
-    the one over the other there: (None, 0.0) if they are the same."""
-    ends = model.config.eos_token_id
-    stop = [] if ends is None else [ends] if isinstance(ends, int) else ends
-    mine = engine.generate(Request(prompt, max_new_tokens=count, sampling=GREEDY, stop_tokens=stop))[0].tokens
-    ids = torch.tensor([list(prompt)], device=model.device)
-    hugging_face: Any = model
-    whole = hugging_face.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count)
-    theirs = whole[0, ids.shape[1] :].tolist()
-    for n, (a, b) in enumerate(zip(mine, theirs, strict=False)):
-        if a != b:
-            with torch.no_grad():
-                logits = model(torch.tensor([[*prompt, *mine[:n]]], device=model.device), logits_to_keep=1).logits[0, -1]
-            return n, float((logits[a] - logits[b]).abs())
-    return None, 0.0
-
-
 def llama(recipe: str) -> Any:
     """transformers' Llama at the size of our Transformer++ recipe, with PyTorch's attention."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -193,7 +154,7 @@ def llama(recipe: str) -> Any:
         hidden_size=model.hidden_size,
         num_hidden_layers=model.num_hidden_layers,
         num_attention_heads=model.num_heads,
-        intermediate_size=model.mlp_width("attention"),
+        intermediate_size=model.mlp_width(model.mixers[0]),
         vocab_size=model.vocab_size,
         tie_word_embeddings=True,
         max_position_embeddings=2**17,
@@ -206,7 +167,7 @@ def peers(plan: Plan) -> dict[tuple[str, str], tuple[Callable[[], Any], dict[str
     from headmax.bench.train import fla
 
     def compiled() -> HeadmaxForCausalLM:
-        model = ours(f"softmax-{plan.recipe}", plan)
+        model = ours(f"softmax-{plan.recipe}", plan.device, plan.dtype)
         model.model.compile_blocks()
         return model
 
@@ -249,7 +210,7 @@ def through_generate(plan: Plan, make: Recorder) -> Iterator[Record]:
 def measure(plan: Plan) -> Iterator[Record]:
     """Everything one process measures, printed as it comes."""
     for record in _measure(plan):
-        print(line(record, width=58), flush=True)
+        print(record.line(width=58), flush=True)
         yield record
 
 
@@ -267,12 +228,6 @@ def _measure(plan: Plan) -> Iterator[Record]:
     contenders = {kind: Contender(name, plan) for kind, name in names.items()}
     yield from latencies(plan, contenders, make, None if ceilings is None else ceilings.bytes)
     yield from generations(plan, contenders, make)
-    if plan.drift and plan.group == "headmax":
-        softmax = contenders["softmax"]
-        tokens, marks = torch.tensor(random_tokens(softmax.model, plan.drift)), [plan.drift >> n for n in range(4, -1, -1)]
-        for fed, largest, divergence in drift(softmax.model, tokens, torch.bfloat16, marks):
-            case = f"{softmax.name} after {fed} tokens"
-            yield make(case, "headmax", "bfloat16 state/logits apart", largest, "at most", KL=divergence)
 
 
 def bench(plan: Plan, limit: float | None, say: Callable[[str], None]) -> list[Record]:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 import statistics
-import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +13,14 @@ from torch import Tensor, nn
 
 from headmax import HeadmaxForCausalLM, recipes
 from headmax.bench.isolated import isolated
-from headmax.bench.timing import Ceilings, kernel_times, paired, seconds
+from headmax.bench.timing import Ceilings, paired, seconds
 from headmax.records import Record, Recorder
 from headmax.train.graph import REHEARSALS, Replayed, ReplayedUpdate
 
 STEP_AHEAD = 100_000_000
 """Clock cycles (about 50 ms) of launches ahead of the GPU, as in a training loop, which does not wait for the step before."""
+Models = Mapping[tuple[str, str], Callable[[], nn.Module]]
+"""(impl, variant) and how to make it; they share a process and take turns."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +29,8 @@ class Plan:
 
     recipe: str
     """The plain backbone's name; its twin is softmax-<recipe>."""
-    group: str
     grid: Sequence[tuple[int, int]]
+    """Lengths and batch sizes."""
     rounds: int
 
 
@@ -42,19 +41,15 @@ def ours(name: str, compiled: bool = True) -> nn.Module:
     return model
 
 
-def fla(recipe: str) -> nn.Module:
-    """flash-linear-attention's own model at the recipe's sizes, with every fusion it has. Its residual stream is bfloat16 like ours."""
-    from fla.models import (
-        GatedDeltaNetConfig,
-        GatedDeltaNetForCausalLM,
-        GLAConfig,
-        GLAForCausalLM,
-        RetNetConfig,
-        RetNetForCausalLM,
-    )
+def fla(recipe: str, compiled: bool = False) -> nn.Module:
+    """flash-linear-attention's own model at the recipe's sizes, with every fusion it has. Its residual stream is bfloat16 like ours.
 
-    model = recipes.get(recipe).model
-    common = {
+    Compiled block by block, its ops stay outside of the graphs.
+    """
+    import fla.models
+
+    model, kind = recipes.get(recipe).model, recipe.split("-")[0]
+    settings: dict[str, Any] = {
         "hidden_size": model.hidden_size,
         "num_hidden_layers": model.num_hidden_layers,
         "num_heads": model.num_heads,
@@ -64,74 +59,30 @@ def fla(recipe: str) -> nn.Module:
         "fuse_linear_cross_entropy": True,
         "max_position_embeddings": 16384,
     }
-    kind = recipe.split("-")[0]
-    if kind == "gla":
-        made = GLAForCausalLM(GLAConfig(**common))
-    elif kind == "retnet":
-        made = RetNetForCausalLM(RetNetConfig(**common))
-    else:
-        width = model.hidden_size // 2 // model.num_heads
-        made = GatedDeltaNetForCausalLM(GatedDeltaNetConfig(**common, head_dim=width, expand_v=2.0))
+    if kind == "gdn":
+        settings |= {"head_dim": model.hidden_size // 2 // model.num_heads, "expand_v": 2.0}
+    name = {"gla": "GLA", "retnet": "RetNet", "gdn": "GatedDeltaNet"}[kind]
+    made = getattr(fla.models, f"{name}ForCausalLM")(getattr(fla.models, f"{name}Config")(**settings))
     made.model.embeddings.register_forward_hook(lambda module, args, output: output.to(torch.bfloat16))
+    for block in made.model.layers if compiled else ():
+        block.compile()
     return made
 
 
-def compiled(model: nn.Module) -> nn.Module:
-    """FLA's model, block by block; its ops stay outside of the graphs."""
-    for block in model.model.layers:  # type: ignore[union-attr]
-        block.compile()
-    return model
-
-
-def naive_gates(model: nn.Module, recipe: str) -> nn.Module:
-    """The gates put on FLA's layers by hand: a softmax over heads multiplied onto q and k (onto o and v for the delta rule)."""
-    import fla.layers.gated_deltanet
-    import fla.layers.gla
-    import fla.layers.multiscale_retention
-
-    places = {
-        "gla": (fla.layers.gla, "chunk_gla"),
-        "retnet": (fla.layers.multiscale_retention, "chunk_retention"),
-        "gdn": (fla.layers.gated_deltanet, "chunk_gated_delta_rule"),
+def groups(recipe: str, peer: str) -> dict[str, Models]:
+    """What is measured, by the name of the process."""
+    peers: dict[str, Models] = {
+        "fla": {("fla", "plain"): functools.partial(fla, recipe)},
+        "fla-compiled": {("fla", "compiled"): functools.partial(fla, recipe, compiled=True)},
     }
-    kind = recipe.split("-")[0]
-    module, name = places[kind]
-    config = recipes.get(recipe).model
-    width = config.hidden_size // config.num_heads // (1 if kind == "retnet" else 2)
-    weights = nn.ParameterList(0.02 * torch.randn(config.num_heads, width) for _ in range(2 * config.num_hidden_layers))
-    plain, layer = getattr(module, name), itertools.cycle(range(config.num_hidden_layers))
-
-    def gate(x: Tensor, weight: Tensor) -> Tensor:
-        return torch.softmax((x * weight).sum(-1).float(), -1).unsqueeze(-1).to(x.dtype)
-
-    def gated(*, q: Tensor, k: Tensor, v: Tensor, **others: Any) -> tuple[Tensor, Tensor]:
-        n = next(layer)
-        read, write = gate(q, weights[2 * n]), gate(k, weights[2 * n + 1])
-        if kind == "gdn":
-            o, state = plain(q=q, k=k, v=v * write, **others)
-            return o * read, state
-        return plain(q=q * read, k=k * write, v=v, **others)
-
-    setattr(module, name, gated)
-    model.gate_weights = weights
-    return model
-
-
-def models(plan: Plan) -> dict[tuple[str, str], Callable[[], nn.Module]]:
-    """(impl, variant) and how to make it, for a group that shares a process."""
     return {
         "headmax": {
-            ("headmax", "plain"): lambda: ours(plan.recipe),
-            ("headmax", "softmax"): lambda: ours(f"softmax-{plan.recipe}"),
+            ("headmax", "plain"): functools.partial(ours, recipe),
+            ("headmax", "softmax"): functools.partial(ours, f"softmax-{recipe}"),
         },
-        "fla": {("fla", "plain"): lambda: fla(plan.recipe)},
-        "fla-compiled": {("fla", "compiled"): lambda: compiled(fla(plan.recipe))},
-        "fla-bfloat16": {("fla", "bfloat16 parameters"): lambda: fla(plan.recipe).to(torch.bfloat16)},
-        "fla-gates": {("fla", "softmax"): lambda: naive_gates(fla(plan.recipe), plan.recipe)},
-        "cold eager": {("headmax", "eager"): lambda: ours(f"softmax-{plan.recipe}", compiled=False)},
-        "cold compiled": {("headmax", "compiled"): lambda: ours(f"softmax-{plan.recipe}")},
-        "transformer": {("headmax", "transformer"): lambda: ours(f"transformer-{plan.recipe.split('-')[1]}")},
-    }[plan.group]
+        **(peers if peer == "fla" else {}),
+        "transformer": {("headmax", "transformer"): functools.partial(ours, f"transformer-{recipe.split('-')[1]}")},
+    }
 
 
 class Step:
@@ -169,103 +120,74 @@ class Step:
         self.optimizer.zero_grad()
         return loss
 
+    def own_bytes(self) -> int:
+        """What the model and its optimizer hold between steps."""
+        tensors = [*self.model.parameters(), *self.model.buffers(), self.tokens]
+        tensors += [x for state in self.optimizer.state.values() for x in state.values() if isinstance(x, Tensor) and x.is_cuda]
+        return sum(x.numel() * x.element_size() for x in tensors)
 
-def measure(plan: Plan) -> Iterator[Record]:
-    """Everything one process measures: first steps, then the grid, its models taking turns."""
-    import triton
+    def peak_memory(self) -> int:
+        """Bytes of a step, without what other models hold; a graph takes its memory when it is captured."""
+        torch.cuda.synchronize()
+        others = torch.cuda.memory_allocated() - self.own_bytes()
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(REHEARSALS + 2):
+            self()
+        return torch.cuda.max_memory_allocated() - others
 
-    make, device = Recorder("train", "cuda"), torch.device("cuda")
-    # A run has one shape, and its graphs are made for that one: so are those of every point of the grid.
+
+def prepare(models: Models, length: int, batch: int) -> dict[tuple[str, str], Step]:
+    """The models' steps, each run once. A run has one shape, which its graphs are made for: so has every point of the grid."""
     torch._dynamo.config.automatic_dynamic_shapes = False
-    ceilings = Ceilings.of(device)
-    assert ceilings is not None
-    rate = ceilings.flops
-    yield make("8192x8192x8192 bf16", "torch", "matmul", rate / 1e12, "TFLOP/s")
-    steps: dict[tuple[str, str], Step] = {}
-    for (impl, variant), build in models(plan).items():
-        step = Step(build())
-        step.shape(*plan.grid[0])
-        begin = time.perf_counter()
+    steps = {}
+    for key, build in models.items():
+        steps[key] = step = Step(build())
+        step.shape(length, batch)
         step()
         torch.cuda.synchronize()
-        steps[impl, variant] = step
-        if plan.group.startswith("cold"):
-            case = f"softmax-{plan.recipe} {plan.grid[0][0]}x{plan.grid[0][1]}"
-            yield make(case, impl, f"{variant}/first step, empty caches", time.perf_counter() - begin, "s")
-            return
+    return steps
+
+
+def measure(plan: Plan, models: Models) -> Iterator[Record]:
+    """Everything one process measures: the grid, its models taking turns."""
+    make, device = Recorder("train", "cuda"), torch.device("cuda")
+    ceilings = Ceilings.of(device)
+    assert ceilings is not None
+    yield make("8192x8192x8192 bf16", "torch", "matmul", ceilings.flops / 1e12, "TFLOP/s")
+    steps = prepare(models, *plan.grid[0])
     for length, batch in plan.grid:
-        case = f"{plan.recipe} {length}x{batch}"
-        peaks: dict[tuple[str, str], int] = {}
-        times: dict[tuple[str, str], list[float]] = {key: [] for key in steps}
+        yield from point(make, plan, steps, length, batch, ceilings.flops)
+
+
+def point(make: Recorder, plan: Plan, steps: Mapping[tuple[str, str], Step], length: int, batch: int, rate: float) -> Iterator[Record]:
+    """One length and batch size; `rate` is the FLOP/s of large products."""
+    import triton
+
+    case, peaks = f"{plan.recipe} {length}x{batch}", {}
+    times: dict[tuple[str, str], list[float]] = {key: [] for key in steps}
+    for key, step in steps.items():
+        step.shape(length, batch)
+        peaks[key] = step.peak_memory()
+    for _ in range(plan.rounds):
         for key, step in steps.items():
-            step.shape(length, batch)
-            torch.cuda.synchronize()
-            others = torch.cuda.memory_allocated() - own_bytes(step)
-            torch.cuda.reset_peak_memory_stats()
-            for _ in range(REHEARSALS + 2):
-                step()  # a graph takes its memory when it is captured
-            peaks[key] = torch.cuda.max_memory_allocated() - others
-        for _ in range(plan.rounds):
-            for key, step in steps.items():
-                times[key].append(seconds(step, device, STEP_AHEAD))
-        for (impl, variant), step in steps.items():
-            taken = statistics.median(times[impl, variant])
-            edges = {"fastest": min(times[impl, variant]), "slowest": max(times[impl, variant])}
-            size = sum(p.numel() for p in step.model.parameters())
-            how = {"rounds": plan.rounds, "ahead": STEP_AHEAD, "parameters": size, "triton": triton.__version__} | edges
-            yield make(case, impl, f"{variant}/tokens per second", length * batch / taken, "tokens/s", None, **how)
-            yield make(case, impl, f"{variant}/peak memory", peaks[impl, variant] / 2**30, "GiB")
-            yield make(case, impl, f"{variant}/MFU", 6 * size * length * batch / taken / rate, "of the measured matmul rate")
-        if (length, batch) == plan.grid[0]:
-            for (impl, variant), times_of in device_times(steps).items():
-                for kind, (taken, launches) in times_of.items():
-                    yield make(case, impl, f"{variant}/device time/{kind}", 1e3 * taken, "ms", launches=launches)
-        if len(steps) == 2:
-            ratio, interval = paired(times["headmax", "softmax"], times["headmax", "plain"])
-            yield make(case, "headmax", "softmax over plain/time", ratio, "ratio", interval=interval)
-            memory = peaks["headmax", "softmax"] / peaks["headmax", "plain"]
-            yield make(case, "headmax", "softmax over plain/memory", memory, "ratio")
+            times[key].append(seconds(step, torch.device("cuda"), STEP_AHEAD))
+    for (impl, variant), step in steps.items():
+        taken = statistics.median(times[impl, variant])
+        size = sum(p.numel() for p in step.model.parameters())
+        how: dict[str, Any] = {"rounds": plan.rounds, "ahead": STEP_AHEAD, "parameters": size, "triton": triton.__version__}
+        how |= {"fastest": min(times[impl, variant]), "slowest": max(times[impl, variant])}
+        yield make(case, impl, f"{variant}/tokens per second", length * batch / taken, "tokens/s", None, **how)
+        yield make(case, impl, f"{variant}/peak memory", peaks[impl, variant] / 2**30, "GiB")
+        yield make(case, impl, f"{variant}/MFU", 6 * size * length * batch / taken / rate, "of the measured matmul rate")
+    if len(steps) == 2:
+        ratio, interval = paired(times["headmax", "softmax"], times["headmax", "plain"])
+        yield make(case, "headmax", "softmax over plain/time", ratio, "ratio", interval=interval)
+        memory = peaks["headmax", "softmax"] / peaks["headmax", "plain"]
+        yield make(case, "headmax", "softmax over plain/memory", memory, "ratio")
 
 
-def device_times(steps: Mapping[tuple[str, str], Step], rounds: int = 5) -> dict[tuple[str, str], dict[str, tuple[float, float]]]:
-    """Seconds on the GPU and launches of each kind of kernel in a step: the median of rounds in which the models take turns."""
-    found: dict[tuple[str, str], dict[str, list[tuple[float, float]]]] = {key: {} for key in steps}
-    for _ in range(rounds):
-        for key, step in steps.items():
-            sums: dict[str, tuple[float, float]] = {}
-            for name, (taken, launches) in kernel_times(step, 1).items():
-                before = sums.get(kind := kind_of(name), (0.0, 0.0))
-                sums[kind] = before[0] + taken, before[1] + launches
-            for kind, pair in sums.items():
-                found[key].setdefault(kind, []).append(pair)
-    return {key: {kind: sorted(pairs)[len(pairs) // 2] for kind, pairs in kinds.items()} for key, kinds in found.items()}
-
-
-def kind_of(kernel: str) -> str:
-    """What a kernel of a step is there for, by its name and, if it is ours, by where it is written."""
-    if any(part in kernel for part in ("nvjet", "gemm", "cutlass")):
-        return "matrix products"
-    if kernel.startswith("triton_"):
-        return "compiled passes"
-    for module in ("ops", "layers"):
-        if any(hasattr(m, kernel) for name, m in list(sys.modules.items()) if name.startswith(f"headmax.{module}.")):
-            return f"headmax.{module}"
-    return "optimizer and others"
-
-
-def own_bytes(step: Step) -> int:
-    """What a model and its optimizer hold between steps."""
-    tensors = [*step.model.parameters(), *step.model.buffers(), step.tokens]
-    tensors += [x for state in step.optimizer.state.values() for x in state.values() if isinstance(x, Tensor) and x.is_cuda]
-    return sum(x.numel() * x.element_size() for x in tensors)
-
-
-def bench(
-    recipe: str, groups: Sequence[str], grid: Sequence[tuple[int, int]], rounds: int, limit: float, say: Callable[[str], None]
-) -> Iterator[Record]:
-    """All groups, one after the other on the same card."""
-    for group in groups:
-        say(f"{recipe}: {group}")
-        with tempfile.TemporaryDirectory() as empty:
-            caches = {"TRITON_CACHE_DIR": empty, "TORCHINDUCTOR_CACHE_DIR": empty} if group.startswith("cold") else {}
-            yield from isolated(measure, Plan(recipe, group, grid, rounds), limit=limit, say=say, environment=caches)
+def bench(plan: Plan, processes: Mapping[str, Models], limit: float, say: Callable[[str], None]) -> Iterator[Record]:
+    """A process each, one after the other on the same card."""
+    for name, models in processes.items():
+        say(f"{plan.recipe}: {name}")
+        yield from isolated(measure, plan, models, limit=limit, say=say)

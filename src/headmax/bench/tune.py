@@ -24,76 +24,20 @@ from headmax.records import current_commit
 
 WIDTHS = {"narrow": (128, 256), "wide": (256, 512)}
 """Key and value width that stand for a class of heads."""
-SMALL: list[Tiles] = [
-    [64, 64, 4, 1, 0],
-    [64, 64, 8, 1, 0],
-    [64, 64, 8, 2, 0],
-    [128, 64, 8, 2, 0],
-    [64, 64, 8, 1, 128],
-    [64, 64, 8, 3, 0],
-    [64, 64, 4, 2, 0],
-    [64, 64, 4, 2, 168],
-    [64, 64, 4, 1, 128],
-    [128, 64, 4, 3, 0],
-]
-GEMM: list[Tiles] = [
-    [64, 128, 4, 2, 0],
-    [64, 128, 4, 3, 0],
-    [64, 128, 8, 3, 0],
-    [128, 128, 8, 2, 0],
-    [128, 128, 8, 3, 0],
-    [64, 64, 4, 3, 0],
-    [128, 64, 4, 3, 0],
-    [64, 256, 8, 2, 0],
-    [128, 256, 8, 2, 0],
-]
-DEEP: list[Tiles] = [
-    [64, 64, 8, 1, 0],
-    [64, 64, 8, 2, 0],
-    [64, 64, 8, 3, 0],
-    [64, 64, 8, 4, 0],
-    [64, 128, 8, 2, 0],
-    [64, 64, 8, 1, 128],
-    [64, 64, 4, 2, 0],
-    [64, 64, 4, 3, 0],
-    [128, 64, 8, 2, 0],
-]
-WHOLE: list[Tiles] = [
-    [256, 64, 8, 2, 0],
-    [256, 64, 4, 2, 0],
-    [256, 64, 4, 3, 0],
-    [256, 64, 4, 4, 0],
-    [256, 64, 8, 1, 0],
-    [256, 64, 8, 3, 0],
-    [256, 64, 4, 1, 0],
-]
-"""For scans that hold all key channels of the state."""
-CANDIDATES: dict[str, dict[str, dict[str, list[Tiles]]]] = {
-    "linear_attention": {
-        "prepare_kernel": {"prepare": SMALL},
-        "scan_kernel": {"scan": GEMM, "read_scan": WHOLE},
-        "combine_kernel": {"combine": GEMM},
-        "query_key_gradients_kernel": {"query_key_gradients": DEEP},
-    },
-    "gla": {
-        "prepare_channel_kernel": {"prepare_channel": [*SMALL, [64, 64, 4, 1, 168], [128, 64, 4, 1, 0], [128, 64, 4, 1, 168]]},
-        "scan_kernel": {"scan": GEMM, "read_scan": WHOLE},
-        "combine_kernel": {"combine": GEMM},
-        "query_key_gradients_kernel": {"query_key_gradients_channel": DEEP},
-    },
-    "gated_delta_rule": {
-        "delta_writes_kernel": {"delta_writes": SMALL},
-        "delta_scan_kernel": {"delta_scan": WHOLE, "delta_read_scan": WHOLE},
-        "delta_scan_back_kernel": {"delta_scan_back": WHOLE},
-        "delta_write_gradients_kernel": {"delta_write_gradients": SMALL},
-        "combine_kernel": {"combine": GEMM},
-    },
-}
+
+
+def read_candidates() -> dict[str, dict[str, dict[str, list[Tiles]]]]:
+    """What candidates.json says: tiles by name ("whole": for scans that hold all key channels), and which of them each kernel tries."""
+    found = json.loads(Path(__file__).with_name("candidates.json").read_text())
+
+    def lists(uses: dict[str, list[str]]) -> dict[str, list[Tiles]]:
+        return {use: [tiles for name in names for tiles in found["tiles"][name]] for use, names in uses.items()}
+
+    return {op: {kernel: lists(uses) for kernel, uses in kernels.items()} for op, kernels in found["ops"].items()}
+
+
+CANDIDATES = read_candidates()
 """For each op the kernels it decides on, their names in the table, one for each use, and what to try; the delta rule shares the others."""
-UNTRIED = ("delta_carry", "prepare_exact")
-"""In the table too, but not run, or with nothing to do, on what is timed."""
-
-
 STANDING = copy.deepcopy(triton_tiles.TABLE)
 """The table as it was read."""
 

@@ -77,7 +77,6 @@ def kernels(
 
     from headmax import records
     from headmax.bench import kernels
-    from headmax.bench.terminal import line
     from headmax.ops.spec import Case
 
     at_least(1, batch=batch, length=length, heads=heads, key=key, value=value, rounds=rounds, threads=threads, lengths=lengths, limit=limit)
@@ -106,7 +105,7 @@ def kernels(
         )
     peers = {record.metric: record.value for record in measured if record.impl != "headmax"}
     for record in measured:
-        text = line(record)
+        text = record.line()
         theirs = record.metric if peer == "fla" else f"gated_delta_rule/{record.metric.split('/')[1]}"  # transformers has that op alone
         if theirs in peers and record.impl == "headmax" and record.unit == "ms":
             whose = f"'s {theirs}" if theirs != record.metric else ""
@@ -114,6 +113,14 @@ def kernels(
         print(text)
     if out is not None:
         records.append(out, measured)
+
+
+def sizes(grid: tuple[str, ...]) -> list[tuple[int, int]]:
+    """Lengths and batch sizes, written 4096x8."""
+    matches = [re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", point) for point in grid]
+    if not matches or not all(matches):
+        raise ValueError(f"--grid takes length x batch, such as 4096x8, got {' '.join(grid)}")
+    return [(int(match[1]), int(match[2])) for match in matches if match]
 
 
 def train(
@@ -130,7 +137,7 @@ def train(
 
     Args:
         recipe: the model, named by its softmax twin or its plain backbone.
-        peer: what to compare with: fla is flash-linear-attention's model, plain, compiled, in bfloat16, and with gates in PyTorch.
+        peer: what to compare with: fla is flash-linear-attention's model without gates, as it is and compiled.
         grid: sequence lengths x batch sizes.
         rounds: timed steps of each model, interleaved.
         limit: time limit of each process.
@@ -139,7 +146,6 @@ def train(
     from headmax import recipes as book
     from headmax import records
     from headmax.bench import train
-    from headmax.bench.terminal import line
 
     if book.get(recipe).model.mixer == "attention":
         raise ValueError(f"recipe {recipe}: a Transformer has no softmax twin; it is measured beside any other recipe")
@@ -148,18 +154,8 @@ def train(
     at_least(1, rounds=rounds, limit=limit)
     if out is not None:
         records.check(out)
-    if not all(re.fullmatch(r"[1-9]\d*x[1-9]\d*", point) for point in grid):
-        raise ValueError(f"--grid takes length x batch, such as 4096x8, got {' '.join(grid)}")
-    sizes = [tuple(int(n) for n in point.split("x")) for point in grid]
-    groups = (
-        "cold eager",
-        "cold compiled",
-        "headmax",
-        *(("fla", "fla-compiled", "fla-bfloat16", "fla-gates") if peer == "fla" else ()),
-        "transformer",
-    )
-    for record in train.bench(plain, groups, sizes, rounds, limit, say):  # type: ignore[arg-type]
-        say(line(record))
+    for record in train.bench(train.Plan(plain, sizes(grid), rounds), train.groups(plain, peer), limit, say):
+        say(record.line())
         if out is not None:
             records.append(out, [record])
 
@@ -170,7 +166,6 @@ def decode(
     batches: Numbers = (1, 8, 64, 256),
     prompts: Numbers = (1024, 65_536),
     decoded: Numbers = (512, 16_384),
-    drift: int = 0,
     ours: bool = True,
     transformer: bool = False,
     peer_tokens: int = 64,
@@ -191,7 +186,6 @@ def decode(
         batches: batch sizes.
         prompts: context lengths before the timed steps; the first is also the prompt length of whole generations.
         decoded: total lengths of whole generations of one text, prompt included.
-        drift: also compare a bfloat16 state with a float32 one over this many tokens.
         ours: measure the engine with the recipe's two models.
         transformer: measure the engine with a Transformer++ of that size (PyTorch attention, static key-value cache).
         peer_tokens: tokens that a peer decodes per measurement.
@@ -212,14 +206,13 @@ def decode(
     device = find_device(device)
     at_least(1, batches=batches, prompts=prompts, decoded=decoded, rounds=rounds, limit=limit)
     at_least(2, peer_tokens=peer_tokens)
-    at_least(0, drift=drift)
     if out is not None:
         records.check(out)
     groups = ["headmax"] * ours + ["transformer"] * transformer + {"none": [], "fla": ["fla"], "hf": ["generate", "llama"]}[peer]
-    sizes = {"batches": batches, "prompts": prompts, "decoded": decoded, "drift": drift, "peer_tokens": peer_tokens, "rounds": rounds}
+    extent = {"batches": batches, "prompts": prompts, "decoded": decoded, "peer_tokens": peer_tokens, "rounds": rounds}
     kinds = {"dtype": getattr(torch, dtype), "state_dtype": getattr(torch, state_dtype), "device": device}
     for group in groups:
-        measured = decode.bench(decode.Plan(plain, group, **sizes, **kinds), limit, say)  # type: ignore[arg-type]
+        measured = decode.bench(decode.Plan(plain, group, **extent, **kinds), limit, say)  # type: ignore[arg-type]
         if out is not None:
             records.append(out, measured)
 

@@ -69,3 +69,31 @@ def evaluate(
         print(f"headmax: {line}", file=sys.stderr)
     if failures:
         sys.exit(2)
+
+
+def tables(
+    records: Annotated[tuple[Path, ...], metavar("FILE [FILE ...]")],
+    /,
+    scale: Annotated[str, metavar("NAME")] = "340m",
+    form: Literal["markdown", "latex"] = "markdown",
+    out: File = None,
+) -> None:
+    """Render the paper's three tables with your results beside the paper's.
+
+    Args:
+        records: files with records of `headmax eval`.
+        scale: take models of this scale, by the end of their names.
+        form: output format.
+        out: write to this file instead of standard output.
+    """
+    from headmax import durable
+    from headmax.eval.tables import render
+
+    if not records:
+        raise ValueError("name at least one file with records of `headmax eval`")
+    text = render(records, scale, form)
+    if out is None:
+        print(text, end="")
+    else:
+        durable.refuse_inputs(out, *records)
+        durable.write(out, text)

@@ -11,23 +11,20 @@ from headmax.cli.options import Number, OptionalCount, Recipe, metavar
 def recipes() -> None:
     """List the recipes with parameter counts and state sizes."""
     from rich.console import Console
-    from rich.table import Table
 
     from headmax import recipes as book
     from headmax.recipes.summary import summarize
+    from headmax.tables import Table
 
-    table = Table(
-        "recipe", "layers x hidden", *("heads", "parameters", "without embeddings", "gate parameters", "state per sequence"), box=None
-    )
-    for column in table.columns[2:]:
-        column.justify = "right"
+    columns = ["recipe", "layers x hidden", "heads", "parameters", "without embeddings", "gate parameters", "state per sequence"]
+    table = Table(columns, align="llrrrrr")
     for name in book.names():
         recipe = book.get(name)
         model, summary = recipe.model, summarize(recipe)
         state = f"{summary.state_bytes / 2**10:,.0f} KiB{' per token' if summary.grows else ''}"
         counts = (f"{n:,}" for n in (summary.parameters, summary.body_parameters, summary.gate_parameters))
-        table.add_row(name, f"{model.num_hidden_layers} x {model.hidden_size}", str(model.num_heads), *counts, state)
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
+        table.rows.append([name, f"{model.num_hidden_layers} x {model.hidden_size}", str(model.num_heads), *counts, state])
+    Console(width=None if sys.stdout.isatty() else 140).print(table.terminal())
 
 
 def plan(
@@ -54,8 +51,8 @@ def plan(
     from rich.console import Console
 
     from headmax import recipes as book
-    from headmax.bench import plan_table
-    from headmax.bench.plan import Run
+    from headmax.plan import table
+    from headmax.plan.estimate import Run
 
     chosen = book.get(recipe)
     run = Run(
@@ -66,5 +63,5 @@ def plan(
         chosen.train.batch_tokens if batch_tokens is None else batch_tokens,
     )
     console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
-    for part in plan_table.render(run, gpus, ("ddp", "fsdp") if parallel is None else (parallel,)):
-        console.print(part, soft_wrap=isinstance(part, str))
+    for part in table.render(run, gpus, ("ddp", "fsdp") if parallel is None else (parallel,)):
+        console.print(part if isinstance(part, str) else part.terminal(), soft_wrap=isinstance(part, str))

@@ -1,4 +1,4 @@
-"""Running a command: its options from the command line or a file, and what becomes of errors."""
+"""What a command line asks for, its options from the words or a file, and what an error says."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import io
 import logging
 import re
 import sys
-import traceback
 from collections.abc import Callable
 from typing import Any
 
 import tyro
 
 from headmax.cli.config_file import dump_config, expand
-from headmax_cli.commands import COMMANDS, FAMILIES, Command
+from headmax_cli.commands import COMMANDS, FAMILIES, HEADMAX, Command, Program
 
 Function = Callable[..., None]
 EXTRAS = {
@@ -29,29 +28,19 @@ EXTRAS = {
 """Packages that come with an extra of the distribution."""
 
 
-def run_command(command: Command, arguments: list[str], debug: bool) -> int:
-    """Parses the arguments, calls the function and returns the exit code; an error becomes one line on standard error."""
+def read_call(command: Command, arguments: list[str], program: Program = HEADMAX) -> Function:
+    """What a command line asks for, to be called without arguments."""
     logging.basicConfig(format="%(message)s")
     logging.getLogger("headmax").setLevel(logging.INFO)
-    try:
-        function = load(command, arguments)
-        dump = "--dump-config" in arguments
-        values = parse(function, command.name, expand(function, [argument for argument in arguments if argument != "--dump-config"]))
-        if dump:
-            print(dump_config(function, values), end="")
-        else:
-            call(function, values)
-    except SystemExit as end:  # from --help, or a command that has said what is wrong
-        return end.code if isinstance(end.code, int) else 0
-    except (KeyboardInterrupt, BrokenPipeError):
-        raise
-    except Exception as error:
-        if debug:
-            traceback.print_exc()
-        status, line = explain(error)
-        print(f"headmax: {line}", file=sys.stderr)
-        return status
-    return 0
+    function = load(command, arguments)
+    given = expand(function, [argument for argument in arguments if argument != "--dump-config"])
+    values = parse(function, command.name, given, program)
+    if "--dump-config" in arguments:
+        return functools.partial(print, dump_config(function, values), end="")
+    bound = inspect.signature(function).parameters
+    first = [values[name] for name, parameter in bound.items() if parameter.kind is parameter.POSITIONAL_ONLY]
+    named = {name: value for name, value in values.items() if bound[name].kind is not bound[name].POSITIONAL_ONLY}
+    return functools.partial(function, *first, **named)
 
 
 def explain(error: Exception) -> tuple[int, str]:
@@ -75,24 +64,18 @@ def load(command: Command, arguments: list[str]) -> Function:
     return function(arguments) if command.built else function
 
 
-def parse(function: Function, name: str, arguments: list[str]) -> dict[str, Any]:
+def parse(function: Function, name: str, arguments: list[str], program: Program = HEADMAX) -> dict[str, Any]:
     """The function's arguments by name; ValueError in one line where the command line is wrong."""
     keep = functools.wraps(function)(lambda *args, **kwargs: (args, kwargs))
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            args, kwargs = tyro.cli(keep, prog=f"headmax {name}", args=arguments, config=(tyro.conf.DisallowNone,))
+            args, kwargs = tyro.cli(keep, prog=f"{program.name} {name}", args=arguments, config=(tyro.conf.DisallowNone,))
     except SystemExit as end:
         if end.code:
-            raise ValueError(f"{name}: {one_line(said.getvalue())} (see `headmax {name} --help`)") from None
+            raise ValueError(f"{name}: {one_line(said.getvalue())} (see `{program.name} {name} --help`)") from None
         raise
     return dict(zip(inspect.signature(function).parameters, args, strict=False)) | kwargs
-
-
-def call(function: Function, values: dict[str, Any]) -> None:
-    bound = inspect.signature(function).parameters
-    first = [values[name] for name, parameter in bound.items() if parameter.kind is parameter.POSITIONAL_ONLY]
-    function(*first, **{name: value for name, value in values.items() if bound[name].kind is not bound[name].POSITIONAL_ONLY})
 
 
 def one_line(box: str) -> str:
@@ -103,7 +86,7 @@ def one_line(box: str) -> str:
     message = re.sub(
         r"^Error parsing (\S+): no type matching (\S+) could be instantiated from \['(.*?)'\]\..*", r"\1 must be \2, got '\3'", message
     )
-    message = re.sub(r"^Missing from headmax [\w ]+: (\S+( [A-Z]+)?).*", r"missing \1", message)
+    message = re.sub(r"^Missing from [\w .-]+: (\S+( [A-Z]+)?).*", r"missing \1", message)
     message = re.sub(r"^Missing value for argument '(\w+)'.*", lambda found: f"missing {found[1].upper()}", message)
     message = message.removeprefix("Error parsing ").replace("Unrecognized options: ", "unknown option ")
     similar = next((part.removeprefix("Perhaps you meant: ").split()[0] for part in more if part.startswith("Perhaps you meant")), None)

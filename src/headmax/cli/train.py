@@ -23,6 +23,8 @@ ALIASES = {"strategy": ("--parallel",)}
 """What 0.1 called the option."""
 COUNTS = {"token_budget": COUNT, "batch_tokens": COUNT, "warmup_tokens": COUNT_OR_ZERO}
 """Fields that may be written as 15B or 15e9."""
+HINTS: dict[str, Any] = {"mixer": str | list[str]}
+"""Fields that take less on the command line: a mixer's name, not its settings."""
 METAVARS = {
     "device": "{auto,cpu,cuda}",
     "wandb": "PROJECT",
@@ -55,7 +57,7 @@ def as_options(defaults: Any) -> Any:
             nested = as_options(value)
             options.append((name, type(nested), nested))
         elif name in docs and name != "head_gate":  # a plain backbone gets its gates from the softmax recipe
-            options.append((name, Annotated[hint, *marks(name, docs[name])], value))
+            options.append((name, Annotated[HINTS.get(name, hint), *marks(name, docs[name])], value))
     return make_dataclass(kind.__name__, options, frozen=True, namespace={"__doc__": kind.__doc__, "built": kind})()
 
 
@@ -100,7 +102,7 @@ def build_train(arguments: list[str]) -> Callable[..., None]:
             task: size of the recall task, which sets the vocabulary and the numbers of tokens.
         """
         from headmax.train.live import Live
-        from headmax.train.trainer import fit
+        from headmax.train.trainer import training
 
         chosen = replace(book.get(recipe), model=build(model), train=build(config))
         if task is not None and build(task) != chosen.task:
@@ -108,8 +110,12 @@ def build_train(arguments: list[str]) -> Callable[..., None]:
         if data is not None:
             chosen = chosen.speaking(data)
         source, validation = chosen.sources(data)
-        with Live(chosen.train.steps, chosen.train.log.print_every) as live:
-            fit(chosen.model, chosen.train, source, out, validation=validation, tokenizer=data, show=live)
+        options: Any = {"validation": validation, "tokenizer": data}
+        with (
+            Live(chosen.train.steps, chosen.train.log.print_every) as live,
+            training(chosen.model, chosen.train, source, out, show=live, **options) as trainer,
+        ):
+            trainer.run()
 
     config, model, task = as_options(named.train), as_options(named.model), named.task and as_options(named.task)
     train.__defaults__ = (None, config, model, task)

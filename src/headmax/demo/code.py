@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from headmax import HeadmaxConfig, HeadmaxForCausalLM, records
 from headmax.demo import figure
@@ -18,9 +17,10 @@ from headmax.demo.outputs import demo_folder, write_records
 from headmax.demo.tokens import VOCABULARY, TokenizedCorpus, bits_per_byte, count_predicted, tokenize
 from headmax.demo.training import Experiment, Trained, train
 from headmax.demo.variants import VARIANTS
-from headmax.demo.verdict import RECORDS, Metric, seed_scores, verdict
+from headmax.demo.verdict import Metric, recorded_seeds, verdict
 from headmax.generate.engine import Engine, Request
 from headmax.generate.sampling import Sampling
+from headmax.tables import Table
 from headmax.train import CheckpointConfig, ComputeConfig, EvalConfig, OptimConfig, ScheduleConfig, TrainConfig
 from headmax.train.loading import load_tokenizer
 
@@ -54,7 +54,7 @@ def run(*, seed: int, steps: int, out: Path, record: Path | None, corpus: Corpus
         bits = {variant: bits_per_byte(result.loss, *predicted) for variant, result in trained.items()}
         write_records(measurements(trained, bits, text, steps, seed), out, record)
         print_results(trained, bits, seed, console)
-        for line in verdict(METRIC, bits, seed_scores(RECORDS, METRIC).get(case(steps), [])):
+        for line in verdict(METRIC, bits, recorded_seeds(METRIC, case(steps))):
             console.print(line, highlight=False, soft_wrap=True)
         print_continuations(trained, text, seed, console)
         figure.plot_code(trained, bits, seed, out / "demo.png")
@@ -119,11 +119,11 @@ def measurements(
 
 
 def print_results(trained: Mapping[str, Trained], bits: Mapping[str, float], seed: int, console: Console) -> None:
-    table = Table("", "bits per byte", "tokens/s", "gate entropy", title=f"Held-out files, seed {seed}", title_justify="left", box=None)
+    table = Table(["", "bits per byte", "tokens/s", "gate entropy"], title=f"Held-out files, seed {seed}")
     for variant, result in trained.items():
         entropy = "" if result.gate_entropy is None else f"{result.gate_entropy:.3f}"
-        table.add_row(variant, f"{bits[variant]:.3f}", f"{result.tokens_per_s:,.0f}", entropy)
-    console.print(table)
+        table.rows.append([variant, f"{bits[variant]:.3f}", f"{result.tokens_per_s:,.0f}", entropy])
+    console.print(table.terminal())
 
 
 def print_continuations(trained: Mapping[str, Trained], text: TokenizedCorpus, seed: int, console: Console) -> None:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from headmax import records
 from headmax.data.mqar import MQAR
@@ -17,8 +16,9 @@ from headmax.demo.display import Display
 from headmax.demo.outputs import demo_folder, write_records
 from headmax.demo.training import Experiment, Trained, train
 from headmax.demo.variants import VARIANTS
-from headmax.demo.verdict import RECORDS, Metric, seed_scores, verdict
+from headmax.demo.verdict import Metric, recorded_seeds, verdict
 from headmax.recipes.recall import recall_model, recall_training
+from headmax.tables import Table
 from headmax.train.metrics import Line
 
 METRIC = Metric("mean accuracy over training", "fraction", "mean accuracy over training")
@@ -43,7 +43,7 @@ def run(*, seed: int, heads: int, pairs: int, key: int, steps: int, out: Path, r
         settings = {"pairs": pairs, "heads": heads, "key": key, "steps": steps}
         write_records(measurements(trained, means, case, seed, settings), out, record)
         print_results(trained, means, steps, seed, console)
-        for line in verdict(METRIC, means, seed_scores(RECORDS, METRIC).get(case, [])):
+        for line in verdict(METRIC, means, recorded_seeds(METRIC, case)):
             console.print(line, highlight=False, soft_wrap=True)
         figure.plot_recall(trained, task, seed, out / "demo.png")
         figure.report_recall(trained["softmax"].model, task, seed, out / "report.html")
@@ -72,7 +72,7 @@ def measurements(
 
 
 def print_results(trained: Mapping[str, Trained], means: Mapping[str, float], steps: int, seed: int, console: Console) -> None:
-    table = Table("", "accuracy", "mean over training", title=f"After {steps} steps, seed {seed}", title_justify="left", box=None)
+    table = Table(["", "accuracy", "mean over training"], title=f"After {steps} steps, seed {seed}")
     for variant, result in trained.items():
-        table.add_row(variant, f"{final_accuracy(result):.3f}", f"{means[variant]:.3f}")
-    console.print(table)
+        table.rows.append([variant, f"{final_accuracy(result):.3f}", f"{means[variant]:.3f}"])
+    console.print(table.terminal())

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import statistics
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from headmax import records
 from headmax.demo.variants import RIVALS, VARIANTS
 
-RECORDS = records.RESULTS / "demo.jsonl"
+SEEDS = Path(__file__).with_name("seeds.json")
 FEWEST_SEEDS = 3
 """Fewer say nothing about noise."""
 
@@ -40,13 +39,10 @@ class Metric:
         return sum(self.gain(scores, rival) > 0 for scores in seeds)
 
 
-def seed_scores(path: Path, metric: Metric) -> dict[str, list[Scores]]:
-    """The metric by recorded setting, one entry per seed for which all variants are recorded; later records replace earlier ones."""
-    settings: dict[str, dict[int, Scores]] = defaultdict(lambda: defaultdict(dict))
-    for r in records.read(path):
-        if r.metric == metric.record and r.seed is not None:
-            settings[r.case.rsplit(" ", 1)[0]][r.seed][r.extra["variant"]] = r.value
-    return {case: [scores for scores in by_seed.values() if set(scores) == set(VARIANTS)] for case, by_seed in settings.items()}
+def recorded_seeds(metric: Metric, case: str) -> list[Scores]:
+    """The metric of a setting, one entry per seed that was recorded; `python -m lab package` puts them into the package."""
+    found = json.loads(SEEDS.read_text())
+    return next((one["seeds"] for one in found if (one["metric"], one["case"]) == (metric.record, case)), [])
 
 
 def verdict(metric: Metric, scores: Scores, seeds: Sequence[Scores]) -> Iterator[str]:

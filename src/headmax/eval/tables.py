@@ -5,23 +5,20 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, Literal
 
 from headmax import records
 from headmax.records import Record
+from headmax.tables import Table
 
 PAPER: dict[str, Any] = json.loads(Path(__file__).with_name("paper.json").read_text())
-RECORDS = records.RESULTS / "eval.jsonl"
 ERRORS = 1.96
 """Standard errors within which a score counts as chance."""
 LEGEND = f"† within {ERRORS} standard errors of chance, or below. Δ: difference to the backbone without gates, from the same seed."
 ONE, SEVERAL = "± one standard error.", "± standard deviation over seeds, or one standard error where there is one seed."
 SUBSETS = {"squad_subset.jsonl": "a subset of SQuAD, not the paper's selection"}
-CONTROLS = {"uniform": "Uniform", "sigmoid": "Sigmoid", "uniform-read-after": "No gates, output x 1/H,"}
-"""Gates that do not compete, by what stands before the backbone in a model's name."""
 LARGE = 1e4
 """From where on a number is shown by its order."""
 Cells = Sequence[float | None]
@@ -29,67 +26,32 @@ Found = dict[int | None, Record]
 """Records of models that differ in the seed of their training alone."""
 
 
-@dataclass
-class Grid:
-    title: str
-    header: list[str]
-    rows: list[list[str]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    def markdown(self) -> str:
-        rule = ["---", "---", *["---:"] * (len(self.header) - 2)]
-        lines = [f"| {' | '.join(row)} |" for row in (self.header, rule, *self.rows)]
-        return "\n".join([f"### {self.title}", "", *lines, "", *(f"{note}  " for note in self.notes), ""])
-
-    def latex(self) -> str:
-        marks = {"†": r"$^\dagger$", "‡": r"$^\ddagger$", "Δ": r"$\Delta$", "±": r"$\pm$", "↓": r"$\downarrow$", "↑": r"$\uparrow$"}
-        marks |= {"−": "$-$", "%": r"\%", "_": r"\_"}
-
-        def escape(text: str) -> str:
-            return "".join(marks.get(letter, letter) for letter in text)
-
-        body = [" & ".join(map(escape, row)) + r" \\" for row in self.rows]
-        return "\n".join(
-            [
-                r"\begin{table}[t]",
-                r"\centering",
-                rf"\caption{{{escape(' '.join([self.title + '.', *self.notes]))}}}",
-                rf"\begin{{tabular}}{{ll{'r' * (len(self.header) - 2)}}}",
-                r"\toprule",
-                " & ".join(map(escape, self.header)) + r" \\",
-                r"\midrule",
-                *body,
-                r"\bottomrule",
-                r"\end{tabular}",
-                r"\end{table}",
-                "",
-            ]
-        )
-
-
-def render(files: Sequence[Path], scale: str, form: Literal["markdown", "latex"]) -> str:
+def render(files: Sequence[Path], scale: str, form: Literal["markdown", "latex"], controls: Mapping[str, str] | None = None) -> str:
     """All three tables."""
-    return "\n".join(grid.markdown() if form == "markdown" else grid.latex() for grid in grids(files, scale))
+    return "\n".join(grid.markdown() if form == "markdown" else grid.latex() for grid in grids(files, scale, controls or {}))
 
 
-def grids(files: Sequence[Path], scale: str) -> list[Grid]:
-    """The three tables; of several records for one model and cell the last counts."""
+def grids(files: Sequence[Path], scale: str, controls: Mapping[str, str]) -> list[Table]:
+    """The three tables; of several records for one model and cell the last counts.
+
+    `controls`: titles of further models with gates, by what stands before the backbone in a model's name.
+    """
     ours: dict[tuple[str, str, str], Found] = defaultdict(dict)
     for file in files:
-        if file != RECORDS and not file.is_file():
+        if not file.is_file():
             raise FileNotFoundError(f"{file}: no such file")
         for r in records.read(file):
             if r.suite == "eval":
                 ours[r.extra["model"], r.case, r.metric][r.extra.get("run", {}).get("seed")] = r
-    return [_grid(table, ours, scale) for table in PAPER["tables"]]
+    return [_grid(table, ours, scale, controls) for table in PAPER["tables"]]
 
 
-def _grid(table: dict[str, Any], ours: Mapping[tuple[str, str, str], Found], scale: str) -> Grid:
+def _grid(table: dict[str, Any], ours: Mapping[tuple[str, str, str], Found], scale: str, controls: Mapping[str, str]) -> Table:
     columns, digits = table["columns"], table["digits"]
     arrows = {"lower": "↓", "higher": "↑"}
     header = ["Model", "", *(f"{column['title']} {arrows[column['better']]}" for column in columns)] + ["Avg. ↑"] * table["average"]
     chance: list[float | None] = [column["chance"] for column in columns]
-    grid = Grid(table["title"], header)
+    grid = Table(header, align="ll" + "r" * (len(header) - 2), title=table["title"])
     grid.rows.append(["chance", "", *_plain(chance + [_average(table, chance)] * table["average"], digits)])
     notes: dict[str, None] = {}
 
@@ -110,7 +72,7 @@ def _grid(table: dict[str, Any], ours: Mapping[tuple[str, str, str], Found], sca
         if row != backbone:
             grid.rows.append(["", "paper Δ", *(_signed(a - b, digits) for a, b in zip(paper, base, strict=True))])
         add("", row, backbone)
-        for control, words in CONTROLS.items():
+        for control, words in controls.items():
             if row != backbone and any(model == f"{control}-{backbone}-{scale}" for model, _, _ in ours):
                 add(f"{words} {PAPER['models'][backbone]}", f"{control}-{backbone}", backbone)
     several = any(len(found) > 1 for (model, _, _), found in ours.items() if model.endswith(f"-{scale}"))

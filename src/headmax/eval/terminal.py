@@ -10,13 +10,13 @@ from typing import Any, Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
 from headmax import durable, records
 from headmax.eval import names, requests
 from headmax.eval.run import Evaluation, Settings, model_name
 from headmax.eval.score import REQUESTS, SCORES, find_tokenizer, score_folder
 from headmax.eval.scores import ScoreFile
+from headmax.tables import Table
 from headmax.train.loading import load_config
 
 RECORDS = "records.jsonl"
@@ -72,12 +72,13 @@ def make_metrics(evaluation: Evaluation, tasks: Sequence[str], place: Place, out
     name = place.name or model_name(evaluation.config, Path(place.checkpoint).resolve().name)
     made = evaluation.records(found, asked, file.source, name)
     records.append(out or place.work / RECORDS, made)
-    table = Table("task", "metric", "value", "± standard error", "n", title=name, title_justify="left", box=None)
+    table = Table(["task", "metric", "value", "± standard error", "n"], title=name)
     for record in made:
         error = record.extra["stderr"]
-        table.add_row(record.case, record.metric, f"{record.value:.4f}", "" if error is None else f"{error:.4f}", str(record.extra["n"]))
+        cells = [f"{record.value:.4f}", "" if error is None else f"{error:.4f}", str(record.extra["n"])]
+        table.rows.append([record.case, record.metric, *cells])
     if made:
-        Console(width=None if sys.stdout.isatty() else 120).print(table)
+        Console(width=None if sys.stdout.isatty() else 120).print(table.terminal())
 
 
 def run(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headmax.generate.prefix import PrefixState
 from headmax.generate.sampling import Features, Sampler
-from headmax.layers.fusion import intact, wanted
+from headmax.layers.fusion import fusion_enabled, intact
 from headmax.models import HeadmaxCache, HeadmaxForCausalLM
 from headmax.models.decoding import Replay, make_slots
 
@@ -45,7 +45,7 @@ class Step:
     def head(self, x: Tensor) -> Tensor:
         """lm_head(x) in float32."""
         head = self.model.lm_head
-        if wanted(self.model.config.fused, self.model.config.backend, x) and intact(head) and x.dtype not in (torch.float64,):
+        if fusion_enabled(self.model.config.fused, self.model.config.backend, x) and intact(head) and x.dtype not in (torch.float64,):
             from headmax.layers.triton_linear import Input, linear
 
             return linear(Input(x), [head.weight], dtype=torch.float32)

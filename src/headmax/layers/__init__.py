@@ -2,17 +2,35 @@
 
 from headmax.layers.block import LORA_TARGETS
 from headmax.layers.head_gate import HeadGate, HeadGateConfig
-from headmax.layers.mixers import MIXERS, Attention, GatedDeltaNet, GatedLinearAttention, LinearAttention, MixerOutput, RetNet
+from headmax.layers.mixers import (
+    MIXERS,
+    Attention,
+    AttentionConfig,
+    GatedDeltaNet,
+    GatedDeltaNetConfig,
+    GatedLinearAttention,
+    GLAConfig,
+    LinearAttention,
+    LinearAttentionConfig,
+    MixerOutput,
+    RetNet,
+    RetNetConfig,
+)
 
 __all__ = [
     "LORA_TARGETS",
     "MIXERS",
     "Attention",
+    "AttentionConfig",
+    "GLAConfig",
     "GatedDeltaNet",
+    "GatedDeltaNetConfig",
     "GatedLinearAttention",
     "HeadGate",
     "HeadGateConfig",
     "LinearAttention",
+    "LinearAttentionConfig",
     "MixerOutput",
     "RetNet",
+    "RetNetConfig",
 ]

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from headmax.layers.fusion import Fusion, intact, wanted
-from headmax.layers.mixers import MixerOutput
+from headmax.layers.fusion import Fusion, fusion_enabled, intact
+from headmax.layers.mixers import MIXERS, MixerOutput
 from headmax.layers.mixers.attention import AttentionSlots
 from headmax.layers.mixers.base import RecurrentSlots
 from headmax.layers.mlp import SwiGLU
@@ -17,11 +17,7 @@ from headmax.layers.padding import Padding
 from headmax.layers.rotary import Rotary
 from headmax.ops.packing import Packing
 
-LORA_TARGETS = (
-    *("q_proj", "k_proj", "v_proj", "g_proj", "o_proj"),
-    *("decay_down_proj", "decay_up_proj", "a_proj", "b_proj"),
-    *("gate_proj", "up_proj", "down_proj"),
-)
+LORA_TARGETS = tuple(dict.fromkeys(name for kind in MIXERS.values() for name in kind.lora_targets)) + SwiGLU.lora_targets
 """The names of all matrices in a block, of any mixer: `LoraConfig(target_modules=list(LORA_TARGETS), modules_to_save=["head_gate"])`."""
 
 
@@ -46,13 +42,13 @@ class Block(GradientCheckpointingLayer):
 
     def fusion(self, x: Tensor) -> Fusion:
         """What runs fused on such an x: the parts that are as they were built."""
-        if not wanted(self.fused, self.backend, x):
+        if not fusion_enabled(self.fused, self.backend, x):
             return Fusion()
         return Fusion(intact(self.mixer_norm, self.mlp_norm, kind=RMSNorm), self.mixer.fusible(), self.mlp.fusible())  # type: ignore[operator]
 
     def step_obstacle(self, x: Tensor) -> str | None:
         """Why one token of each sequence cannot run as five kernels, or None."""
-        if not wanted(self.fused, self.backend, x):
+        if not fusion_enabled(self.fused, self.backend, x):
             return f"fused parts are off, or the model is on {x.device.type}"
         if (reason := self.mixer.step_obstacle()) is not None:  # type: ignore[operator]
             return reason

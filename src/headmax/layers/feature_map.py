@@ -8,8 +8,6 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor
 
-from headmax.ops.registry import suggest
-
 FeatureMap = Literal["identity", "relu", "elu", "silu", "softmax"]
 
 FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -19,9 +17,3 @@ FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "softmax": lambda x: F.softmax(x, dim=-1).to(x.dtype),  # autocast widens it on a GPU
 }
-
-
-def feature_map(name: str) -> Callable[[Tensor], Tensor]:
-    if name not in FEATURE_MAPS:
-        raise ValueError(f"feature_map: unknown {name!r}{suggest(name, FEATURE_MAPS)}")
-    return FEATURE_MAPS[name]

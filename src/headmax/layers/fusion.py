@@ -38,8 +38,8 @@ def intact(*modules: nn.Module | None, kind: type[nn.Module] = nn.Linear) -> boo
     return True
 
 
-def wanted(fused: bool | None, backend: str, x: Tensor) -> bool:
-    """What `fused` asks for: None is yes where kernels run."""
+def fusion_enabled(fused: bool | None, backend: str, x: Tensor) -> bool:
+    """What `fused` says; None means where kernels run."""
     if fused is not None:
         return fused
     return backend == "triton" or (backend == "auto" and x.is_cuda)

@@ -10,11 +10,11 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from headmax.fields import suggest
 from headmax.layers.initialized import Initialized
 from headmax.ops import head_gate
 from headmax.ops.checks import compute_dtype
 from headmax.ops.head_gate import split_gates
-from headmax.ops.registry import suggest
 
 Source = Literal["head", "hidden_heads", "hidden"]
 Kind = Literal["softmax", "sigmoid", "uniform"]
@@ -137,8 +137,8 @@ class HeadGate(Initialized):
         """
         if scores is not None:
             number = self.read + self.write
-            found = split_gates(scores, number, self.temperature, self.scale, kind=self.kind, backend=backend)
-            return found[0] if self.read else None, found[-1] if self.write else None
+            gates = split_gates(scores, number, self.temperature, self.scale, kind=self.kind, backend=backend)
+            return gates[0] if self.read else None, gates[-1] if self.write else None
         read = self._gate(q, x, self.read_weight, backend) if self.read else None
         write = self._gate(k, x, self.write_weight, backend) if self.write else None
         return read, write

@@ -31,11 +31,11 @@ register(
 def _check_labels(labels: Tensor, size: int) -> None:
     """Refuses labels that name no token: at once, but on a GPU, which is not waited for, by an assert over there."""
     known = (labels == IGNORED) | ((labels >= 0) & (labels < size))
-    wanted = f"linear_cross_entropy: labels must be {IGNORED} or 0 to {size - 1}, the vocabulary"
+    expected = f"linear_cross_entropy: labels must be {IGNORED} or 0 to {size - 1}, the vocabulary"
     if labels.is_cuda:
-        torch._assert_async(known.all(), wanted)
+        torch._assert_async(known.all(), expected)
     elif not known.all():
-        raise ValueError(f"{wanted}, got {labels[~known][0].item()}")
+        raise ValueError(f"{expected}, got {labels[~known][0].item()}")
 
 
 def _wide_mm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
@@ -44,7 +44,7 @@ def _wide_mm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _results(x: Tensor, weight: Tensor, labels: Tensor, wants_x: bool, wants_weight: bool, backend: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, d_x and d_weight before the first token; a gradient that is not wanted is empty."""
+    """Loss, d_x and d_weight before the first token; a gradient that is not needed is empty."""
     dtype = compute_dtype(x.dtype)
     d_weight = torch.zeros_like(weight, dtype=dtype) if wants_weight else weight.new_empty(0)
     return x.new_zeros((), dtype=dtype), torch.empty_like(x) if wants_x else x.new_empty(0), d_weight
@@ -80,8 +80,8 @@ def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 
 def _gradient(ctx, d_loss, *_):  # type: ignore[no-untyped-def]
-    made = (dtype and (d * d_loss).to(dtype) for d, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True))
-    return *made, None, None, None, None
+    gradients = (dtype and (d * d_loss).to(dtype) for d, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True))
+    return *gradients, None, None, None, None
 
 
 _forward.register_autograd(_gradient, setup_context=_save)

@@ -30,6 +30,8 @@ register("swiglu", {"reference": _swiglu, "triton": Lazy("headmax.layers.triton_
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) * up(x))"""
 
+    lora_targets = ("gate_proj", "up_proj", "down_proj")
+
     def __init__(self, hidden_size: int, intermediate_size: int, backend: str = "auto") -> None:
         super().__init__()
         self.backend = backend

@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headmax.fields import suggest
 from headmax.layers.initialized import Initialized
 from headmax.layers.mlp import swish_gate
 from headmax.ops.checks import check_shape, compute_dtype
-from headmax.ops.registry import Lazy, dispatch, register, suggest
+from headmax.ops.registry import Lazy, dispatch, register
 from headmax.ops.sequential import gated
 
 OutputNormKind = Literal["head", "joint", "none"]
@@ -27,7 +28,7 @@ def normalized(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
 
 
-def times_gates(o: Tensor, swish: Tensor | None, read: Tensor | None) -> Tensor:
+def apply_gates(o: Tensor, swish: Tensor | None, read: Tensor | None) -> Tensor:
     """What heads read out [B,T,H,V] times gates [B,T,H] and silu(swish [B,T,H V]), where there are such."""
     o = (o if read is None else gated(o, read)).flatten(2)
     return o if swish is None else swish_gate(o, swish)
@@ -38,15 +39,15 @@ def _rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tu
     return total, normalized(total, weight, eps)
 
 
-def _norm_beside(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _norm_with_residual(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return _rms_norm(x, None, weight, eps)
 
 
 def _read_out(o: Tensor, swish: Tensor | None, read: Tensor | None, weight: Tensor, out: Tensor, eps: float) -> Tensor:
-    return F.linear(times_gates(normalized(o, weight, eps), swish, read), out)
+    return F.linear(apply_gates(normalized(o, weight, eps), swish, read), out)
 
 
-for _name, _plain in (("rms_norm", _rms_norm), ("norm_beside", _norm_beside), ("read_out", _read_out)):
+for _name, _plain in (("rms_norm", _rms_norm), ("norm_with_residual", _norm_with_residual), ("read_out", _read_out)):
     register(_name, {"reference": _plain, "triton": Lazy("headmax.layers.triton_norm", _name, needs="triton", interpreted=True)})
 
 
@@ -61,10 +62,10 @@ def rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, backen
     return dispatch("rms_norm", backend, x, _too_wide(x))(x, delta, weight, eps)
 
 
-def norm_beside(x: Tensor, weight: Tensor, eps: float, backend: str = "auto") -> tuple[Tensor, Tensor]:
-    """x [..., width] as it goes on beside its norm, and the norm: where both have a gradient, one kernel gives that of x."""
-    check_shape("norm_beside", "weight", weight, "width", x.shape[-1:])
-    return dispatch("norm_beside", backend, x, _too_wide(x))(x, weight, eps)
+def norm_with_residual(x: Tensor, weight: Tensor, eps: float, backend: str = "auto") -> tuple[Tensor, Tensor]:
+    """x [..., width] as it goes on, and its norm: where both have a gradient, one kernel gives that of x."""
+    check_shape("norm_with_residual", "weight", weight, "width", x.shape[-1:])
+    return dispatch("norm_with_residual", backend, x, _too_wide(x))(x, weight, eps)
 
 
 def read_out(
@@ -100,7 +101,7 @@ def residual_norm(norm: RMSNorm, residual: Tensor, delta: Tensor | None, fused: 
         residual = residual if delta is None else residual + delta
         return residual, norm(residual)
     if delta is None:
-        return norm_beside(residual, norm.weight, norm.eps, norm.backend)
+        return norm_with_residual(residual, norm.weight, norm.eps, norm.backend)
     return rms_norm(residual, delta.to(residual.dtype), norm.weight, norm.eps, norm.backend)
 
 

@@ -24,5 +24,5 @@ def joint_product(x: Tensor, matrices: Sequence[Tensor]) -> Tensor:
 
     It reads x once and gives one gradient back, at the price of a copy of the matrices.
     """
-    spare = x.new_zeros(-sum(map(len, matrices)) % ALIGNMENT, x.shape[-1])
-    return F.linear(x, torch.cat([as_multiplied(matrix, x) for matrix in (*matrices, spare)]))
+    zero_rows = x.new_zeros(-sum(map(len, matrices)) % ALIGNMENT, x.shape[-1])
+    return F.linear(x, torch.cat([as_multiplied(matrix, x) for matrix in (*matrices, zero_rows)]))

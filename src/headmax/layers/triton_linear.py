@@ -177,7 +177,7 @@ def row_kernel(
     column, inside = group * SIZE + channel, (group < GROUPS) & (channel < SIZE)
     at = n.to(tl.int64)[:, None, None] * K + column[None, :, :]
     whole = (n < outputs)[:, None, None] & inside[None, :, :]
-    first = tl.load(weight + at, mask=whole, other=0.0)  # asked for before anything else: it comes from farthest
+    first = tl.load(weight + at, mask=whole, other=0.0)  # first of all loads: it takes longest
     if PAIR:
         second = tl.load(w1 + at, mask=whole, other=0.0)
     wait_for_previous(EARLY)
@@ -308,16 +308,16 @@ def linear(
     if convolution is not None:
         taps, past = convolution.taps, convolution.past
         shape = {"C": past.shape[2], "W": past.shape[1] + 1}
-    judged: tuple[Tensor | None, Tensor | None] = (None, None)
+    scorers: tuple[Tensor | None, Tensor | None] = (None, None)
     sums, part = None, 1
     shape |= {"TIMES": 1, "HEAD": 1, "PART": 1, "KEY_HEADS": 1}
     if scores is not None:
-        judged, sums = (scores.read, scores.write), scores.sums
+        scorers, sums = (scores.read, scores.write), scores.sums
         part = score_part(outputs[0] // scores.key_heads)
         head = {"TIMES": sums.shape[2] // scores.key_heads, "HEAD": outputs[0] // scores.key_heads}
         shape |= head | {"PART": part, "KEY_HEADS": scores.key_heads}
     matrices = (*weights, *[None] * (MOST_MATRICES - len(weights)))
-    after = (residual, *taps, past, *judged, sums, out, sum(outputs), source.eps)
+    after = (residual, *taps, past, *scorers, sums, out, sum(outputs), source.eps)
     if rows == 1:
         groups = 1 if source.norm is None else source.groups
         heads = 1 if source.read is None else source.read.shape[1]

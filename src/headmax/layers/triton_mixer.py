@@ -98,7 +98,7 @@ def mixer_step_kernel(
     tile = state + ((sequence * H + head) * K + channel[:, None]) * V + column[None, :]
     there = inside[:, None] & (column[None, :] < V)
     at, other = key_head * K + channel, key_head * K + (channel + K // 2) % K
-    # what no kernel of this step writes is asked for first, since it comes from farthest, and not touched yet
+    # what no kernel of this step writes is loaded first, since it takes longest, and not used yet
     memory = tl.load(tile, mask=there, other=0.0)  # [BK, BV]
     if DECAY == "channel":
         ranks = tl.arange(0, BR)

@@ -259,7 +259,7 @@ def rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tup
     return (x, Norm.apply(x, weight, eps)) if delta is None else NormOfSum.apply(x, delta, weight, eps)
 
 
-def norm_beside(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def norm_with_residual(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x, and x normalised."""
     return NormAndInput.apply(x, weight, eps)
 

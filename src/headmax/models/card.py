@@ -8,6 +8,7 @@ from pathlib import Path
 from headmax import durable
 from headmax.layers import HeadGateConfig
 from headmax.models.modeling import HeadmaxForCausalLM
+from headmax.tables import markdown
 
 FIELDS = ("mixer", "hidden_size", "num_hidden_layers", "num_heads", "head_k_dim", "head_v_dim", "conv_size", "vocab_size", "output_norm")
 
@@ -17,8 +18,8 @@ def card(model: HeadmaxForCausalLM) -> str:
     config = model.config
     gates = dataclasses.asdict(config.head_gate) if isinstance(config.head_gate, HeadGateConfig) else {}
     gate = ", ".join(f"{name}={value}" for name, value in gates.items()) or "none: a plain backbone"
-    rows = [f"| {name} | {getattr(config, name)} |" for name in FIELDS if getattr(config, name) is not None]
-    rows += [f"| parameters | {model.num_parameters():,} |", f"| head_gate | {gate} |"]
+    rows = [[name, str(getattr(config, name))] for name in FIELDS if getattr(config, name) is not None]
+    rows += [["parameters", f"{model.num_parameters():,}"], ["head_gate", gate]]
     return "\n".join(
         [
             "---",
@@ -31,9 +32,7 @@ def card(model: HeadmaxForCausalLM) -> str:
             "",
             "Softmax Linear Attention: a softmax over heads that lets the heads of a linear-attention layer compete.",
             "",
-            "| setting | value |",
-            "|---|---|",
-            *rows,
+            markdown(["setting", "value"], rows),
             "",
             "```python",
             "import headmax  # `pip install .` in a checkout of headmax; registers the model with the Auto classes, no remote code",

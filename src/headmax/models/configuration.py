@@ -7,15 +7,19 @@ import difflib
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, Literal
 
+from torch import nn
 from transformers import PreTrainedConfig
 
+from headmax.fields import Positive, Range, check_settings, suggest
 from headmax.layers import MIXERS, HeadGateConfig
-from headmax.layers.feature_map import FEATURE_MAPS
+from headmax.layers.feature_map import FeatureMap
+from headmax.layers.mixers import MixerConfig
+from headmax.layers.mixers.config import ConvSize, Width
 from headmax.layers.mlp import swiglu_width
 from headmax.layers.norm import OutputNormKind
-from headmax.ops.registry import BACKENDS, suggest
+from headmax.ops.registry import Backend
 
 ELSEWHERE = {
     **dict.fromkeys(("num_layers", "num_layer", "n_layers", "n_layer", "depth"), "num_hidden_layers"),
@@ -23,19 +27,32 @@ ELSEWHERE = {
     "n_head": "num_heads",
 }
 """What other libraries call a field."""
-LARGEST = {
-    **dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 2**24),
-    **dict.fromkeys(("num_heads", "head_k_dim", "head_v_dim", "num_v_heads"), 2**16),
-    "num_hidden_layers": 10_000,
+Size = Annotated[int, Range(1, 2**24, "a positive integer")]
+Token = Annotated[int, Range(-(2**63), 2**63, "the number of a token")]
+Fraction = Annotated[float, Range(0, math.inf, "a finite number of at least 0")]
+Ratio = Annotated[float, Range(math.ulp(0.0), 1000, "a positive number")]
+TYPES: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "vocab_size"), Size),
+    "intermediate_size": Size | None,
+    "num_hidden_layers": Annotated[int, Range(1, 10_000, "a positive integer")],
+    "num_heads": Width,
+    **dict.fromkeys(("head_k_dim", "head_v_dim", "num_v_heads"), Width | None),
+    "conv_size": ConvSize | None,
+    "feature_map": FeatureMap | None,
+    "output_norm": OutputNormKind,
+    "mlp_ratio": Ratio | None,
+    **dict.fromkeys(("norm_eps", "rotary_base"), Positive),
+    "initializer_range": Fraction,
+    **dict.fromkeys(("output_init", "down_init"), Fraction | Literal["depth"]),
+    **dict.fromkeys(("tie_word_embeddings", "use_cache"), bool),
+    "fused": bool | None,
+    **dict.fromkeys(("bos_token_id", "pad_token_id"), Token | None),
+    "eos_token_id": Token | list[Token] | None,
+    "backend": Backend,
 }
-"""Sizes a hundred times those of any model there is."""
-OPTIONAL = {"intermediate_size", "head_k_dim", "head_v_dim", "num_v_heads"}
-MAX_RATIO, MAX_CONV = 1000, 1024
-
-
-def _is(kind: type, value: object) -> bool:
-    """Whether this is a number of that kind: integers are floats too, truth values are neither."""
-    return isinstance(value, int | float if kind is float else kind) and not isinstance(value, bool)
+"""What the fields may be: sizes up to a hundred times those of any model there is, and nothing that computes but NaN."""
+OF_MIXERS = ("head_k_dim", "head_v_dim", "num_v_heads", "conv_size", "feature_map", "output_norm", "rotary_base")
+"""Settings of mixers that a model may have for all of them, where it names them."""
 
 
 class HeadmaxConfig(PreTrainedConfig):
@@ -45,8 +62,9 @@ class HeadmaxConfig(PreTrainedConfig):
     keys_to_ignore_at_inference = ["past_key_values"]
     attribute_map = {"num_attention_heads": "num_heads"}
 
-    mixer: str | list[str] = "gla"
-    """"linear", "retnet", "gla", "gated_deltanet", "attention", or a list with one entry per layer."""
+    mixer: str | MixerConfig | list[str | MixerConfig] = "gla"
+    """"linear", "retnet", "gla", "gated_deltanet", "attention", or a list with one entry per layer; in Python also a mixer's own settings,
+    such as GLAConfig(decay_rank=32)."""
     hidden_size: int = 1024
     """Width of the residual stream."""
     num_hidden_layers: int = 24
@@ -80,6 +98,10 @@ class HeadmaxConfig(PreTrainedConfig):
     """Base of the rotary position embeddings (RetNet, attention)."""
     initializer_range: float = 0.02
     """Standard deviation of the initial weights."""
+    output_init: float | str = 1.0
+    """Factor on the initial weights of the mixers' output projections; "depth" is 1 / sqrt(2 x layers)."""
+    down_init: float | str = 1.0
+    """Factor on the initial weights of the MLPs' down projections; "depth" is 1 / sqrt(2 x layers)."""
     tie_word_embeddings: bool = True
     """Share the weights of embedding and output layer."""
     use_cache: bool = True
@@ -104,100 +126,84 @@ class HeadmaxConfig(PreTrainedConfig):
             for name in set(self.head_gate) - known:
                 raise ValueError(f"HeadmaxConfig: head_gate has no field {name!r}{suggest(name, known)}")
             self.head_gate = HeadGateConfig(**self.head_gate)
+        entries = self.mixer if isinstance(self.mixer, list | tuple) else [self.mixer]
+        parsed = [parse_mixer(entry) for entry in entries]
+        self.mixer = parsed if isinstance(self.mixer, list | tuple) else parsed[0]
         self._check()
         super().__post_init__(**kwargs)
 
     def _check(self) -> None:
-        self._check_numbers()
-        for name, known in (("output_norm", get_args(OutputNormKind)), ("feature_map", FEATURE_MAPS), ("backend", BACKENDS)):
-            value = getattr(self, name)
-            if value is not None and value not in list(known):
-                raise ValueError(f"HeadmaxConfig: unknown {name} {value!r}{suggest(value, known)}")
-        if not isinstance(self.mixer, str | list | tuple):
-            raise ValueError(f"HeadmaxConfig: mixer must be a name or a list with one name per layer, got {self.mixer!r}")
-        names = [self.mixer] if isinstance(self.mixer, str) else list(self.mixer)
-        for name in names:
-            if name not in list(MIXERS):
-                raise ValueError(f"HeadmaxConfig: unknown mixer {name!r}{suggest(name, MIXERS)}")
-        if not isinstance(self.mixer, str) and len(names) != self.num_hidden_layers:
-            raise ValueError(f"HeadmaxConfig: mixer lists {len(names)} layers, num_hidden_layers is {self.num_hidden_layers}")
+        check_settings("HeadmaxConfig", vars(self), TYPES)
+        if isinstance(self.mixer, list) and len(self.mixer) != self.num_hidden_layers:
+            raise ValueError(f"HeadmaxConfig: mixer lists {len(self.mixer)} layers, num_hidden_layers is {self.num_hidden_layers}")
         if not isinstance(self.head_gate, HeadGateConfig | None):
             raise ValueError(f"HeadmaxConfig: head_gate must be a HeadGateConfig, a dict of its fields or None, got {self.head_gate!r}")
-        present = set(names)
-        for field, users in (
-            ("head_gate", set(MIXERS) - {"attention"}),
-            ("num_v_heads", {"gated_deltanet"}),
-            ("feature_map", {"linear", "retnet", "gla"}),
-            ("head_v_dim", set(MIXERS) - {"attention"}),
-            ("conv_size", set(MIXERS) - {"attention"}),
-        ):
-            if getattr(self, field) is not None and not present & users:
-                raise ValueError(f"HeadmaxConfig: {field} has no use in a model of {', '.join(sorted(present))} layers; leave it None")
-
-    def _check_numbers(self) -> None:
-        """Sizes and settings that some model could have; the rest would run out of memory, or compute nothing but NaN."""
-        for name, largest in LARGEST.items():
-            value, optional = getattr(self, name), name in OPTIONAL
-            if not (_is(int, value) or (optional and value is None)) or (value is not None and value < 1):
-                raise ValueError(f"HeadmaxConfig: {name} must be a positive integer{' or None' if optional else ''}, got {value!r}")
-            if value is not None and value > largest:
-                raise ValueError(f"HeadmaxConfig: {name} must be at most {largest:,}, got {value:,}")
-        if self.conv_size is not None and not (_is(int, self.conv_size) and self.conv_size != 1 and 0 <= self.conv_size <= MAX_CONV):
-            raise ValueError(f"HeadmaxConfig: conv_size must be 0 for none or at least 2, got {self.conv_size!r} (at most {MAX_CONV})")
-        if self.mlp_ratio is not None and not (_is(float, self.mlp_ratio) and 0 < self.mlp_ratio <= MAX_RATIO):
-            raise ValueError(f"HeadmaxConfig: mlp_ratio must be a positive number up to {MAX_RATIO:,} or None, got {self.mlp_ratio!r}")
-        for name in ("tie_word_embeddings", "use_cache"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"HeadmaxConfig: {name} must be True or False, got {getattr(self, name)!r}")
-        if self.fused is not None and not isinstance(self.fused, bool):
-            raise ValueError(f"HeadmaxConfig: fused must be True, False or None, got {self.fused!r}")
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            value = getattr(self, name)
-            several = value if name == "eos_token_id" and isinstance(value, list) else [] if value is None else [value]
-            if not all(_is(int, token) and abs(token) < 2**63 for token in several):
-                raise ValueError(f"HeadmaxConfig: {name} must be the number of a token or None, got {value!r}")
         if self.pad_token_id is not None and not -self.vocab_size <= self.pad_token_id < self.vocab_size:
             raise ValueError(f"HeadmaxConfig: pad_token_id {self.pad_token_id} is not in the vocabulary of {self.vocab_size}")
-        for name in ("norm_eps", "rotary_base"):
-            value = getattr(self, name)
-            if not (_is(float, value) and 0 < value < math.inf):
-                raise ValueError(f"HeadmaxConfig: {name} must be {'finite' if value == math.inf else 'positive'}, got {value!r}")
-        if not (_is(float, self.initializer_range) and 0 <= self.initializer_range < math.inf):
-            raise ValueError(f"HeadmaxConfig: initializer_range must be finite and not negative, got {self.initializer_range!r}")
+        entries = self.mixer if isinstance(self.mixer, list) else [self.mixer]
+        named = [MIXERS[entry] for entry in entries if isinstance(entry, str)]  # the others have their own settings
+        here = ", ".join(sorted({kind.name for kind in named})) or "configured"
+        for name in self.given_to_mixers():
+            if not any(name in kind.types() for kind in named):
+                raise ValueError(f"HeadmaxConfig: {name} has no use in a model of {here} layers; leave it None")
+        if self.head_gate is not None and not any(kind.gated for kind in self.mixers):
+            raise ValueError(f"HeadmaxConfig: head_gate has no use in a model of {here} layers; leave it None")
+
+    def given_to_mixers(self) -> dict[str, Any]:
+        """Settings of mixers that are not the default; where they are, a mixer has its own."""
+        return {name: value for name in OF_MIXERS if (value := getattr(self, name)) != getattr(HeadmaxConfig, name)}
 
     @property
-    def mixers(self) -> list[str]:
-        """The mixer of each layer."""
-        return [self.mixer] * self.num_hidden_layers if isinstance(self.mixer, str) else list(self.mixer)
+    def mixers(self) -> list[MixerConfig]:
+        """The settings of each layer's mixer."""
+        entries = self.mixer if isinstance(self.mixer, list) else [self.mixer] * self.num_hidden_layers
+        alone = len({entry if isinstance(entry, str) else entry.name for entry in entries}) == 1
+        given = self.given_to_mixers()
+        return [MIXERS[entry].of_model(given, alone) if isinstance(entry, str) else entry for entry in entries]
 
-    def mixer_arguments(self, name: str) -> dict[str, Any]:
-        """The plain arguments of a mixer of that name in this model."""
-        arguments: dict[str, Any] = {"hidden_size": self.hidden_size, "num_heads": self.num_heads}
-        if name == "attention":
-            only = set(self.mixers) == {"attention"}
-            return arguments | {"head_dim": self.head_k_dim if only else None, "rotary_base": self.rotary_base}
-        shared = ("head_k_dim", "head_v_dim", "output_norm", "norm_eps", "head_gate", "backend")
-        arguments |= {field: getattr(self, field) for field in shared}
-        if self.conv_size is not None:
-            arguments["conv_size"] = self.conv_size or None
-        if self.feature_map is not None and name != "gated_deltanet":
-            arguments["feature_map"] = self.feature_map
-        if name == "gated_deltanet":
-            arguments["num_v_heads"] = self.num_v_heads
-        if name == "retnet":
-            arguments["rotary_base"] = self.rotary_base
-        return arguments
+    def init_factor(self, given: float | str) -> float:
+        """What `output_init` or `down_init` come to in this model."""
+        return (2 * self.num_hidden_layers) ** -0.5 if isinstance(given, str) else given
 
-    def mlp_width(self, name: str) -> int:
-        """SwiGLU width beside a mixer of that name."""
-        ratio = self.mlp_ratio if self.mlp_ratio is not None else (2.0 if name == "retnet" else 4.0)
+    def mlp_width(self, mixer: MixerConfig) -> int:
+        """SwiGLU width beside a mixer."""
+        ratio = mixer.mlp_ratio if self.mlp_ratio is None else self.mlp_ratio
         return self.intermediate_size or swiglu_width(self.hidden_size, ratio)
+
+    def build_mixer(self, mixer: MixerConfig) -> nn.Module:
+        """The module of one of `mixers`."""
+        gate = self.head_gate if isinstance(self.head_gate, HeadGateConfig) else None
+        return mixer.build(self.hidden_size, self.num_heads, norm_eps=self.norm_eps, head_gate=gate, backend=self.backend)
 
     def to_dict(self) -> dict[str, Any]:
         output = super().to_dict()
         if isinstance(self.head_gate, HeadGateConfig):
             output["head_gate"] = dataclasses.asdict(self.head_gate)
+        if isinstance(self.mixer, list):
+            output["mixer"] = [entry if isinstance(entry, str) else entry.to_dict() for entry in self.mixer]
+        elif isinstance(self.mixer, MixerConfig):
+            output["mixer"] = self.mixer.to_dict()
         return output
+
+
+def parse_mixer(entry: object) -> str | MixerConfig:
+    """One entry of `HeadmaxConfig.mixer`: a name, settings, or what `MixerConfig.to_dict` wrote."""
+    if isinstance(entry, MixerConfig):
+        return entry
+    name = entry.get("name") if isinstance(entry, dict) else entry
+    if not isinstance(name, str):
+        raise ValueError(
+            f"HeadmaxConfig: mixer must be a name, settings such as GLAConfig(), or a list with one per layer, got {entry!r:.80}"
+        )
+    if name not in MIXERS:
+        raise ValueError(f"HeadmaxConfig: unknown mixer {name!r:.80}{suggest(name, MIXERS)}")
+    if not isinstance(entry, dict):
+        return name
+    settings = {field: value for field, value in entry.items() if field != "name"}
+    for field in settings:
+        if field not in MIXERS[name].types():
+            raise ValueError(f"{MIXERS[name].__name__}: unknown field {field!r:.80}{suggest(field, MIXERS[name].types())}")
+    return MIXERS[name](**settings)
 
 
 OWN = set(HeadmaxConfig.__annotations__)

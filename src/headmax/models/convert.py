@@ -6,23 +6,24 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
 from headmax import durable
+from headmax.fields import suggest
+from headmax.layers.mixers import MIXERS, AttentionConfig, GatedDeltaNetConfig, MixerConfig, RecurrentMixer
+from headmax.layers.mixers.config import FeatureMapConfig, RecurrentConfig
 from headmax.layers.mlp import swiglu_width
 from headmax.models.configuration import HeadmaxConfig, parse_config
-from headmax.models.modeling import HeadmaxForCausalLM
 from headmax.models.weights import check_shapes, read_weights
-from headmax.ops.registry import suggest
 
-MIXER_OF = {"gla": "gla", "retnet": "retnet", "gated_deltanet": "gated_deltanet", "transformer": "attention"}
-"""FLA's model_type and the mixer it is."""
+MIXER_OF = {kind.fla[0]: kind for kind in MIXERS.values() if kind.fla is not None}
+"""The mixer that an FLA model_type is."""
 SHARED = ("hidden_size", "num_hidden_layers", "num_heads", "vocab_size", "norm_eps", "initializer_range", "tie_word_embeddings")
 TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "use_cache")
 INERT = {"attn_mode", "fuse_norm", "fuse_swiglu", "fuse_cross_entropy", "fuse_linear_cross_entropy", "max_position_embeddings"}
@@ -96,22 +97,21 @@ def config_from_fla(fla: Mapping[str, Any]) -> HeadmaxConfig:
     if refused:
         raise ValueError(f"flash-linear-attention's {kind}: headmax cannot map {'; '.join(refused)}")
     hidden, heads = fla["hidden_size"], fla["num_heads"]
-    width = fla.get("intermediate_size") or swiglu_width(hidden, fla.get("hidden_ratio") or (2 if kind == "retnet" else 4))
-    made: dict[str, Any] = {"mixer": MIXER_OF[kind], "intermediate_size": width, "tie_word_embeddings": False}
-    made |= {name: fla[name] for name in (*SHARED, *TOKENS) if name in fla}
+    width = fla.get("intermediate_size") or swiglu_width(hidden, fla.get("hidden_ratio") or MIXER_OF[kind].mlp_ratio)
+    fields: dict[str, Any] = {"mixer": MIXER_OF[kind].name, "intermediate_size": width, "tie_word_embeddings": False}
+    fields |= {name: fla[name] for name in (*SHARED, *TOKENS) if name in fla}
     if kind == "transformer":
-        made["rotary_base"] = fla.get("rope_theta") or 10_000.0
+        fields["rotary_base"] = fla.get("rope_theta") or 10_000.0
     elif kind == "gated_deltanet":
         key = fla.get("head_dim") or 256
-        made |= {"head_k_dim": key, "head_v_dim": int(key * (fla.get("expand_v") or 2.0)), "num_v_heads": fla.get("num_v_heads")}
-        made["conv_size"] = fla.get("conv_size", 4)
+        fields |= {"head_k_dim": key, "head_v_dim": int(key * (fla.get("expand_v") or 2.0)), "num_v_heads": fla.get("num_v_heads")}
+        fields["conv_size"] = fla.get("conv_size", 4)
     else:
-        defaults = {"gla": (0.5, 1.0), "retnet": (1.0, 2.0)}[kind]
-        for name, expand, default in (("head_k_dim", "expand_k", defaults[0]), ("head_v_dim", "expand_v", defaults[1])):
-            made[name] = int(hidden * (fla.get(expand) or default)) // heads
-        made["feature_map"] = FEATURE_MAPS[fla.get("feature_map")]
-        made["conv_size"] = fla.get("conv_size", 4) if convolves else 0
-    return HeadmaxConfig(**made)
+        for name, expand in (("head_k_dim", "expand_k"), ("head_v_dim", "expand_v")):
+            fields[name] = int(hidden * (fla.get(expand) or getattr(MIXER_OF[kind], expand))) // heads
+        fields["feature_map"] = FEATURE_MAPS[fla.get("feature_map")]
+        fields["conv_size"] = fla.get("conv_size", 4) if convolves else 0
+    return HeadmaxConfig(**fields)
 
 
 def is_positive(value: Any) -> bool:
@@ -127,48 +127,45 @@ def expansion(width: int, of: int) -> float:
 
 def config_to_fla(config: HeadmaxConfig) -> dict[str, Any]:
     """The FLA config.json of a plain headmax model. ValueError lists every setting FLA does not have."""
-    kinds = {mixer: kind for kind, mixer in MIXER_OF.items()}
-    refused = []
-    if not isinstance(config.mixer, str) or config.mixer not in kinds:
-        refused.append(f"mixer={config.mixer!r} (only {', '.join(map(repr, kinds))})")
-    if config.head_gate is not None:
-        refused.append("head_gate (flash-linear-attention has no head gates)")
-    if config.output_norm != "head":
-        refused.append(f"output_norm={config.output_norm!r} (only 'head')")
-    maps = {"identity": None, "relu": "relu", "silu": "silu", None: None}
-    if config.feature_map not in maps:
-        refused.append(f"feature_map={config.feature_map!r} (only {', '.join(map(repr, maps))})")
-    if config.mixer == "gated_deltanet" and config.conv_size == 0:
-        refused.append("conv_size=0 (Gated DeltaNet has a short convolution)")
-    if config.mixer == "retnet" and config.rotary_base != 10_000.0:
-        refused.append(f"rotary_base={config.rotary_base} (RetNet has 10000)")
-    if refused:
+    mixer, heads, hidden = config.mixers[0], config.num_heads, config.hidden_size
+    refused = [] if config.head_gate is None else ["head_gate (flash-linear-attention has no head gates)"]
+    if mixer.fla is None or any(other != mixer for other in config.mixers):
+        refused.append(f"mixer={config.mixer!r} (only one of {', '.join(repr(kind.name) for kind in MIXER_OF.values())} in all layers)")
+    refused += [f"{name}={value!r} (only {only})" for name, value, only in unknown_to_fla(mixer, hidden // heads)]
+    if refused or mixer.fla is None:
         raise ValueError(f"flash-linear-attention cannot hold this model: {'; '.join(refused)}")
-    mixer = str(config.mixer)
-    kind, heads, hidden = kinds[mixer], config.num_heads, config.hidden_size
-    made = {"model_type": kind, "intermediate_size": config.mlp_width(mixer), "hidden_act": "swish", "fuse_norm": True}
-    made |= {name: getattr(config, name) for name in (*SHARED, *TOKENS)}
-    names = {"gla": "GLA", "retnet": "RetNet", "gated_deltanet": "GatedDeltaNet", "transformer": "Transformer"}
-    made["architectures"] = [f"{names[kind]}ForCausalLM"]
-    if kind == "transformer":
-        if config.head_k_dim not in (None, hidden // heads):
-            raise ValueError(
-                f"flash-linear-attention cannot hold this model: head_k_dim={config.head_k_dim} (only hidden_size / num_heads)"
-            )
-        return made | {"rope_theta": config.rotary_base}
+    kind, title, _ = mixer.fla
+    fields = {"model_type": kind, "intermediate_size": config.mlp_width(mixer), "hidden_act": "swish", "fuse_norm": True}
+    fields |= {name: getattr(config, name) for name in (*SHARED, *TOKENS)} | {"architectures": [f"{title}ForCausalLM"]}
+    if isinstance(mixer, AttentionConfig):
+        return fields | {"rope_theta": mixer.rotary_base}
     with torch.device("meta"):
-        shape = HeadmaxForCausalLM(config).model.layers[0].mixer  # its widths, defaults resolved
-    key, value = int(shape.head_k_dim), int(shape.head_v_dim)
-    if kind == "gated_deltanet":
-        return made | {
-            "head_dim": key,
-            "expand_v": expansion(value, key),
-            "num_v_heads": config.num_v_heads,
-            "conv_size": config.conv_size or 4,
-        }
-    made |= {"expand_k": expansion(key * heads, hidden), "expand_v": expansion(value * heads, hidden)}
-    made["feature_map"] = maps[config.feature_map]
-    return made | {"use_short_conv": bool(config.conv_size), "conv_size": config.conv_size or 4}
+        shape = cast(RecurrentMixer, config.build_mixer(mixer))  # its widths, defaults resolved
+    key, value, conv_size = shape.head_k_dim, shape.head_v_dim, shape.config.conv_size
+    if isinstance(mixer, GatedDeltaNetConfig):
+        widths = {"head_dim": key, "expand_v": expansion(value, key), "num_v_heads": mixer.num_v_heads}
+        return fields | widths | {"conv_size": conv_size}
+    fields |= {"expand_k": expansion(key * heads, hidden), "expand_v": expansion(value * heads, hidden)}
+    fields["feature_map"] = {ours: theirs for theirs, ours in FEATURE_MAPS.items() if theirs != "swish"}[
+        cast(FeatureMapConfig, mixer).feature_map
+    ]
+    return fields | {"use_short_conv": bool(conv_size), "conv_size": conv_size or 4}
+
+
+def unknown_to_fla(mixer: MixerConfig, head_dim: int) -> Iterator[tuple[str, Any, str]]:
+    """Settings of a mixer that FLA does not have: name, value, and what it has instead."""
+    if isinstance(mixer, AttentionConfig) and mixer.head_k_dim not in (None, head_dim):
+        yield "head_k_dim", mixer.head_k_dim, "hidden_size / num_heads"
+    if isinstance(mixer, RecurrentConfig) and mixer.output_norm != "head":
+        yield "output_norm", mixer.output_norm, "'head'"
+    if isinstance(mixer, FeatureMapConfig) and mixer.feature_map not in FEATURE_MAPS.values():
+        yield "feature_map", mixer.feature_map, ", ".join(map(repr, dict.fromkeys(FEATURE_MAPS.values())))
+    if isinstance(mixer, GatedDeltaNetConfig) and not mixer.conv_size:
+        yield "conv_size", 0, "a short convolution"
+    fixed = {"rotary_base": 10_000.0, "decay_rank": 16, "decay_normalizer": 16.0}
+    for name, value in () if isinstance(mixer, AttentionConfig) else fixed.items():
+        if getattr(mixer, name, value) != value:
+            yield name, getattr(mixer, name), str(value)
 
 
 def renamed(name: str, names: Mapping[str, str]) -> str:
@@ -181,16 +178,16 @@ def renamed(name: str, names: Mapping[str, str]) -> str:
 def weights_from_fla(weights: Mapping[str, Tensor], config: HeadmaxConfig) -> dict[str, Tensor]:
     """FLA's weights under our names and in our shapes, the same numbers. ValueError lists what is missing, left over or misshapen."""
     names = {name: renamed(name, NAMES) for name in weights}
-    made = {ours: weights[name].squeeze(1) if ".convs." in ours else weights[name] for name, ours in names.items() if ours}
-    check_shapes(shapes_of(made), config, [name for name, ours in names.items() if not ours])
-    return made
+    converted = {ours: weights[name].squeeze(1) if ".convs." in ours else weights[name] for name, ours in names.items() if ours}
+    check_shapes(shapes_of(converted), config, [name for name, ours in names.items() if not ours])
+    return converted
 
 
 def weights_to_fla(weights: Mapping[str, Tensor], config: HeadmaxConfig) -> dict[str, Tensor]:
     """The reverse of `weights_from_fla`."""
     check_shapes(shapes_of(weights), config)
     names = {ours: theirs for theirs, ours in NAMES.items()}
-    if config.mixer == "gated_deltanet":
+    if isinstance(config.mixers[0], GatedDeltaNetConfig):
         names["mixer.output_norm.norm.weight"] = "attn.o_norm.weight"
     return {renamed(name, names): x.unsqueeze(1) if ".convs." in name else x for name, x in weights.items()}
 
@@ -232,8 +229,8 @@ def from_fla(source: Path | str, out: Path | str) -> None:
     durable.claim(Path(out))
     config, weights = read_folder(folder)
     ours = config_from_fla(config)
-    made = ours.to_dict() | {"architectures": ["HeadmaxForCausalLM"], "dtype": dtype_of(config)}
-    write_folder(Path(out), made, weights_from_fla(weights, ours), folder)
+    fields = ours.to_dict() | {"architectures": ["HeadmaxForCausalLM"], "dtype": dtype_of(config)}
+    write_folder(Path(out), fields, weights_from_fla(weights, ours), folder)
 
 
 def to_fla(source: Path | str, out: Path | str) -> None:

@@ -91,15 +91,15 @@ class Decoder:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.watch: Watch | None = None
-        self.known: tuple[Any, ...] = ()
+        self.seen: tuple[Any, ...] = ()
         self.obstacles: list[str | None] = []
         self.announced: set[str] = set()
-        self.forget()
+        self.release()
 
     def __reduce__(self) -> tuple[type[Decoder], tuple[()]]:
         return Decoder, ()
 
-    def forget(self) -> None:
+    def release(self) -> None:
         """Gives slots and graphs back."""
         self.slots: list[RecurrentSlots] = []
         self.tokens = self.positions = torch.empty(0)
@@ -108,19 +108,19 @@ class Decoder:
         self.lent: list[RecurrentSlots] = []
         self.borrower: weakref.ref[HeadmaxCache] | None = None
 
-    def look(self, model: HeadmaxModel, x: Tensor) -> None:
-        """Finds out why each block cannot run one token as kernels, if so, unless the model is as it was."""
-        if self.watch is None or self.known != (self.watch.marks(), x.dtype):
+    def refresh(self, model: HeadmaxModel, x: Tensor) -> None:
+        """Why each block cannot run one token as kernels, if so; looked up again when the model has changed."""
+        if self.watch is None or self.seen != (self.watch.marks(), x.dtype):
             self.watch = Watch(model)
-            self.known = (self.watch.marks(), x.dtype)
-            self.forget()
+            self.seen = (self.watch.marks(), x.dtype)
+            self.release()
             self.obstacles = [cast(Block, block).step_obstacle(x) for block in model.layers]
             if said := sorted({why for why in self.obstacles if why is not None}):
                 logger.warning("decoding goes without fused kernels in some layers: %s", "; ".join(said))
 
     def fusion(self, model: HeadmaxModel, x: Tensor) -> tuple[Fusion, ...]:
         """What runs fused of each block in a step of x [rows, 1, hidden]."""
-        self.look(model, x)
+        self.refresh(model, x)
         pairs = zip(model.layers, self.obstacles, strict=True)
         return tuple(Fusion(step=True) if why is None else cast(Block, block).fusion(x) for block, why in pairs)
 
@@ -144,7 +144,7 @@ class Decoder:
                     return None
                 why = self._lend(model, cache, rows)
             if why is not None:
-                self.say(why)
+                self.log_once(why)
                 return None
             self.tokens[:rows] = input_ids[:, 0]
             self.positions[:rows] = cache.layers[0].tokens if position_ids is None else position_ids[:, 0]
@@ -153,7 +153,7 @@ class Decoder:
             layer.advance(layer.state, 1)
         return hidden
 
-    def say(self, why: str) -> None:
+    def log_once(self, why: str) -> None:
         """Logs why a step is not a graph, each reason once."""
         if why not in self.announced:
             self.announced.add(why)
@@ -165,7 +165,7 @@ class Decoder:
             return "keys and values of attention layers grow with the text"
         if autocast_dtype(model.device) is not None:
             return "autocast is on"
-        self.look(model, model.embed_tokens.weight)
+        self.refresh(model, model.embed_tokens.weight)
         if any(self.watch.hooks):  # type: ignore[union-attr]
             return "a module has hooks"
         if (why := next((why for why in self.obstacles if why is not None), None)) is not None:
@@ -201,7 +201,7 @@ class Decoder:
         with torch.inference_mode(False), torch.no_grad():  # memory of inference mode could not be written outside it
             if rows > len(self.tokens):
                 steps = self.steps
-                self.forget()
+                self.release()
                 self.steps = steps
                 self.positions = torch.zeros(rows, dtype=torch.int64, device=device)
                 self.tokens = torch.zeros_like(self.positions)

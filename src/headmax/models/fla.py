@@ -13,8 +13,8 @@ from headmax.layers.mixers.base import RecurrentState
 from headmax.models.convert import NAMES, config_from_fla
 from headmax.ops.packing import Packing
 
-LAYERS = ("GatedLinearAttention", "MultiScaleRetention", "GatedDeltaNet")
-"""FLA's classes that have a mixer of ours beside them."""
+LAYERS = tuple(kind.fla[2] for kind in MIXERS.values() if kind.gated and kind.fla is not None)
+"""FLA's classes of layers that take gates here."""
 
 
 def is_fla(module: nn.Module) -> bool:
@@ -28,9 +28,8 @@ class FLAMixer(nn.Module):
     def __init__(self, theirs: Any, config: Any, head_gate: HeadGateConfig | None = None) -> None:
         super().__init__()
         ours = config_from_fla(config.to_dict())
-        name = str(ours.mixer)
         with torch.device("meta"):
-            mixer = cast(RecurrentMixer, MIXERS[name](**ours.mixer_arguments(name)))
+            mixer = cast(RecurrentMixer, ours.build_mixer(ours.mixers[0]))
         for path, parameter in theirs.named_parameters():
             target = NAMES.get(f"attn.{path}", "").removeprefix("mixer.")
             if not target:

@@ -17,12 +17,11 @@ from transformers import initialization as init
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from headmax.layers import MIXERS
 from headmax.layers.block import Block
-from headmax.layers.fusion import Fusion, wanted
+from headmax.layers.fusion import Fusion, fusion_enabled
 from headmax.layers.initialized import Initialized
 from headmax.layers.loss import IGNORED, linear_cross_entropy
-from headmax.layers.mixers.attention import AttentionSlots, AttentionState
+from headmax.layers.mixers.attention import Attention, AttentionSlots, AttentionState
 from headmax.layers.mixers.attention import attention_mask as make_attention_mask
 from headmax.layers.norm import RMSNorm
 from headmax.layers.padding import Padding
@@ -72,7 +71,7 @@ class HeadmaxPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear | nn.Embedding):
-            init.normal_(module.weight, std=self.config.initializer_range)
+            init.normal_(module.weight, std=self.config.initializer_range * getattr(module, "init_factor", 1.0))
             if isinstance(module, nn.Linear) and module.bias is not None:
                 init.zeros_(module.bias)
             if isinstance(module, nn.Embedding) and module.padding_idx is not None:
@@ -143,18 +142,21 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(
             Block(
-                MIXERS[name](**config.mixer_arguments(name)),
+                config.build_mixer(mixer),
                 config.hidden_size,
-                config.mlp_width(name),
+                config.mlp_width(mixer),
                 config.norm_eps,
                 config.backend,
                 config.fused,
             )
-            for name in config.mixers
+            for mixer in config.mixers
         )
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, config.backend)
-        self.uses_attention = [name == "attention" for name in config.mixers]
+        self.uses_attention = [isinstance(block.mixer, Attention) for block in self.layers]
         self.rotary: list[RotarySettings | None] = [getattr(block.mixer, "rotary", None) for block in self.layers]
+        for block in self.layers:
+            block.mixer.o_proj.init_factor = config.init_factor(config.output_init)  # type: ignore[union-attr]
+            block.mlp.down_proj.init_factor = config.init_factor(config.down_init)  # type: ignore[union-attr]
         self.decoder = Decoder()
         self.gradient_checkpointing = False
         self.compiler_limits: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -267,7 +269,7 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
 
     def kernels(self, x: Tensor) -> bool:
         """Whether the blocks are to run fused on such an x."""
-        return wanted(self.config.fused, self.config.backend, x)
+        return fusion_enabled(self.config.fused, self.config.backend, x)
 
     def fusion(self, x: Tensor) -> tuple[Fusion, ...]:
         """What runs fused of each block."""
@@ -324,7 +326,7 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
         Each kind of mixer, dtype, and way of calling (training, packed, with a state) is a compilation of that shared code, more of them
         than PyTorch allows by itself; the limit is raised while the blocks run.
         """
-        limit = max(torch._dynamo.config.recompile_limit, RECOMPILATIONS * len(set(self.config.mixers)))
+        limit = max(torch._dynamo.config.recompile_limit, RECOMPILATIONS * len({type(mixer) for mixer in self.config.mixers}))
         self.compiler_limits = functools.partial(torch._dynamo.config.patch, recompile_limit=limit)
         for block in self.layers:
             block.compile(fullgraph=True, backend=backend)
@@ -406,7 +408,7 @@ class HeadmaxForCausalLM(HeadmaxPreTrainedModel, GenerationMixin):
         assert hidden is not None
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits, loss = None, None
-        plain = type(self.lm_head) is nn.Linear  # an adapter around it, such as LoRA's, must be asked itself
+        plain = type(self.lm_head) is nn.Linear  # an adapter around it, such as LoRA's, must be called itself
         if skip_logits is None:
             skip_logits = self.training and labels is not None and plain
         elif skip_logits and labels is not None and not plain:
@@ -442,7 +444,7 @@ class HeadmaxForCausalLM(HeadmaxPreTrainedModel, GenerationMixin):
         if not self.model.decoder.graphs_on(input_ids.device):
             return None
         if unusual:
-            self.model.decoder.say("hidden states, gates or packed sequences are asked for")
+            self.model.decoder.log_once("hidden states, gates or packed sequences are requested")
             return None
         hidden = self.model.decoder.replay(self.model, input_ids, attention_mask, position_ids, cache)
         return None if hidden is None else HeadmaxModelOutput(last_hidden_state=hidden, past_key_values=cache)

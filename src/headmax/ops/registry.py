@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import importlib
 import importlib.util
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, get_args
 
 import torch
 
+from headmax.fields import suggest
+
 logger = logging.getLogger("headmax")
 
-BACKENDS = ("auto", "reference", "chunkwise", "triton", "fla")
+Backend = Literal["auto", "reference", "chunkwise", "triton", "fla"]
+BACKENDS = get_args(Backend)
 """All names an op's `backend` may have; not every op has every backend."""
 AUTO_ORDER = ("triton", "chunkwise", "reference")
 """What "auto" tries, fastest first; "fla" is for comparison and taken only by name."""
@@ -156,13 +158,6 @@ def _announce(op: str, level: int, message: str) -> None:
     if (op, message) not in _announced:
         _announced.add((op, message))
         logger.log(level, "%s: %s", op, message)
-
-
-def suggest(name: object, known: Iterable[str]) -> str:
-    """The tail of an error about an unknown name: the nearest known one, or all of them."""
-    options = list(known)
-    close = difflib.get_close_matches(str(name), options, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(map(repr, options))}"
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:

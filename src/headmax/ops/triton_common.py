@@ -190,7 +190,7 @@ def settled(total, count):
     """`total` as it is, which the compiler does not know: so a product that is added to it is over before the loop goes on.
 
     For loops whose tiles meet other arithmetic beside a product. On Hopper a product may still be under way when the next tiles are
-    fetched, for which Triton (3.6, 3.7) then has one buffer too few: it would fill the one that is being read. `headmax.bench.fit`
+    fetched, for which Triton (3.6, 3.7) then has one buffer too few: it would fill the one that is being read. `python -m lab bench fit`
     looks for such loops.
     """
     return total * tl.where(count > 0, 1.0, 0.0)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from headmax.ops.registry import suggest
+from headmax.fields import suggest
 from headmax.recipes import language, recall
 from headmax.recipes.recipe import Recipe
 
-RECIPES = {**language.RECIPES, **recall.RECIPES}
-
 
 def names() -> list[str]:
-    """All recipe names."""
-    return list(RECIPES)
+    """All recipe names, those of mixers that were added among them."""
+    return [*language.recipes(), *recall.recipes()]
 
 
 def get(name: str) -> Recipe:
     """The recipe of that name."""
-    if name not in RECIPES:
-        raise ValueError(f"unknown recipe {name!r}{suggest(name, RECIPES)}")
-    return RECIPES[name]()
+    known = language.recipes() | recall.recipes()
+    if name not in known:
+        raise ValueError(f"unknown recipe {name!r}{suggest(name, known)}")
+    return known[name]()

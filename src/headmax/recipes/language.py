@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
-from headmax.layers import HeadGateConfig
+from headmax.layers import MIXERS, HeadGateConfig
+from headmax.layers.mixers import MixerConfig
 from headmax.models import HeadmaxConfig
 from headmax.recipes.recipe import Recipe
 from headmax.train import ComputeConfig, EvalConfig, OptimConfig, ScheduleConfig, TrainConfig
 
-BACKBONES = {"transformer": "attention", "retnet": "retnet", "gla": "gla", "gdn": "gated_deltanet"}
 SCALES = {"tiny": (2, 64), "80m": (16, 640), "110m": (18, 640), "170m": (24, 768), "340m": (24, 1024)}
 """Layers and hidden size. The paper's names mix conventions: 80M and 170M count without embeddings, 110M and 340M with one."""
 HEADS_STUDY = (4, 8, 16)
+
+
+def backbones() -> dict[str, type[MixerConfig]]:
+    """Every mixer that language models are made of, by its name in recipes."""
+    return {kind.recipe: kind for kind in MIXERS.values() if kind.language}
 
 
 TINY = TrainConfig(
@@ -31,9 +37,9 @@ TINY = TrainConfig(
 def recipe(backbone: str, scale: str, *, softmax: bool = False, num_heads: int | None = None) -> Recipe:
     """`backbone` at `scale`, with the paper's gates if `softmax`; `num_heads` gives the heads study."""
     layers, hidden = SCALES[scale]
-    name = "softmax-" * softmax + f"{backbone}-{scale}" + (f"-h{num_heads}" if num_heads else "")
+    name = f"{'softmax-' if softmax else ''}{backbone}-{scale}" + (f"-h{num_heads}" if num_heads else "")
     model = HeadmaxConfig(
-        mixer=BACKBONES[backbone],
+        mixer=backbones()[backbone].name,
         hidden_size=hidden,
         num_hidden_layers=layers,
         num_heads=num_heads or 4,
@@ -42,13 +48,15 @@ def recipe(backbone: str, scale: str, *, softmax: bool = False, num_heads: int |
     return Recipe(name, model, TINY if scale == "tiny" else TrainConfig())
 
 
-RECIPES = {
-    **{f"{b}-{s}": partial(recipe, b, s) for b in BACKBONES for s in SCALES},
-    **{f"softmax-{b}-{s}": partial(recipe, b, s, softmax=True) for b in BACKBONES if b != "transformer" for s in SCALES},
-    **{
-        f"{'softmax-' * soft}gla-110m-h{heads}": partial(recipe, "gla", "110m", softmax=soft, num_heads=heads)
-        for soft in (False, True)
-        for heads in HEADS_STUDY
-    },
-}
-"""The recipes of this file, by name."""
+def recipes() -> dict[str, Callable[[], Recipe]]:
+    """The recipes of this file, by name."""
+    known = backbones()
+    return {
+        **{f"{b}-{s}": partial(recipe, b, s) for b in known for s in SCALES},
+        **{f"softmax-{b}-{s}": partial(recipe, b, s, softmax=True) for b, kind in known.items() if kind.gated for s in SCALES},
+        **{
+            f"{prefix}gla-110m-h{heads}": partial(recipe, "gla", "110m", softmax=bool(prefix), num_heads=heads)
+            for prefix in ("", "softmax-")
+            for heads in HEADS_STUDY
+        },
+    }

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from headmax.data.mqar import MQAR
-from headmax.layers import HeadGateConfig
+from headmax.layers import MIXERS, HeadGateConfig
 from headmax.models import HeadmaxConfig
-from headmax.recipes import language
 from headmax.recipes.recipe import Recipe
 from headmax.train import CheckpointConfig, ComputeConfig, EvalConfig, OptimConfig, ScheduleConfig, TrainConfig
-
-BACKBONES = {"linear": "linear"} | language.BACKBONES
 
 
 def recall_model(
@@ -49,12 +47,14 @@ def recall_training(task: MQAR, *, steps: int, seed: int = 0, lr: float = 3e-3, 
 def recall(backbone: str, *, softmax: bool = False) -> Recipe:
     """`backbone` on 16 pairs, with the paper's gates if `softmax`."""
     task = MQAR()
-    model = recall_model(BACKBONES[backbone], task, head_gate=HeadGateConfig() if softmax else None, num_heads=4)
-    return Recipe("mqar-" + "softmax-" * softmax + backbone, model, recall_training(task, steps=2000), task)
+    mixer = next(kind.name for kind in MIXERS.values() if kind.recipe == backbone)
+    model = recall_model(mixer, task, head_gate=HeadGateConfig() if softmax else None, num_heads=4)
+    return Recipe(f"mqar-{'softmax-' if softmax else ''}{backbone}", model, recall_training(task, steps=2000), task)
 
 
-RECIPES = {
-    **{f"mqar-{b}": partial(recall, b) for b in BACKBONES},
-    **{f"mqar-softmax-{b}": partial(recall, b, softmax=True) for b in BACKBONES if b != "transformer"},
-}
-"""The recipes of this file, by name."""
+def recipes() -> dict[str, Callable[[], Recipe]]:
+    """The recipes of this file, by name."""
+    return {
+        **{f"mqar-{kind.recipe}": partial(recall, kind.recipe) for kind in MIXERS.values()},
+        **{f"mqar-softmax-{kind.recipe}": partial(recall, kind.recipe, softmax=True) for kind in MIXERS.values() if kind.gated},
+    }

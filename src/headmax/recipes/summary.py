@@ -32,4 +32,4 @@ def summarize(recipe: Recipe) -> Summary:
     parameters = sum(p.numel() for p in model.parameters())
     embeddings = {id(w): w.numel() for w in (model.get_input_embeddings().weight, model.get_output_embeddings().weight)}
     gates = sum(p.numel() for module in model.modules() if isinstance(module, HeadGate) for p in module.parameters())
-    return Summary(parameters, parameters - sum(embeddings.values()), gates, cache.nbytes(), "attention" in recipe.model.mixers)
+    return Summary(parameters, parameters - sum(embeddings.values()), gates, cache.nbytes(), any(model.model.uses_attention))

@@ -23,7 +23,7 @@ DEAD = 0.1
 
 @torch.no_grad()
 def evaluate(replica: Replica, source: Source, config: TrainConfig, world: World) -> tuple[Line, Line]:
-    """(loss, perplexity and, if asked for, accuracy; the gates' health by layer and kind) on the source's first sequences."""
+    """(loss, perplexity and, if requested, accuracy; the gates' health by layer and kind) on the source's first sequences."""
     sequences = max(1, config.eval.sequences // world.size) * world.size
     totals, health = torch.zeros(3, dtype=torch.float64), Health()
     replica.model.eval()
@@ -35,22 +35,22 @@ def evaluate(replica: Replica, source: Source, config: TrainConfig, world: World
     replica.model.train()
     loss_sum, correct, count = world.sum(totals).tolist()
     mean = loss_sum / max(1, count)
-    found = {"loss": mean, "perplexity": math.exp(min(mean, 700.0))} | (
+    scores = {"loss": mean, "perplexity": math.exp(min(mean, 700.0))} | (
         {"accuracy": correct / max(1, count)} if config.eval.accuracy else {}
     )
-    return found, health.read(world)
+    return scores, health.read(world)
 
 
 def score(replica: Replica, batch: Batch, accuracy: bool) -> tuple[Tensor, Gates]:
     """Sum of the losses, number of exact predictions and number of predicted tokens; and the gates."""
     options = {"cu_seqlens": batch.packing, "return_gates": True, "use_cache": False}
     labels = batch.labels if batch.packing is None else batch.labels.masked_fill(batch.packing.positions == 0, IGNORED)
-    wanted = labels[:, 1:] != IGNORED
-    count = wanted.sum()
+    labelled = labels[:, 1:] != IGNORED
+    count = labelled.sum()
     if not accuracy:
         output = replica.model(batch.input_ids, labels=labels, skip_logits=True, num_items_in_batch=1, **options)
         return torch.stack([output.loss.double(), count.new_zeros(()).double(), count.double()]), output.gates
-    columns = wanted.any(0).nonzero().flatten()
+    columns = labelled.any(0).nonzero().flatten()
     output = replica.model(batch.input_ids, logits_to_keep=columns, **options)
     answers = labels[:, 1:][:, columns]
     loss = F.cross_entropy(output.logits.flatten(0, 1).float(), answers.flatten(), ignore_index=IGNORED, reduction="sum")
@@ -79,13 +79,13 @@ class Health:
 
     def read(self, world: World) -> Line:
         """By gate: entropy (1 where all heads share alike, 0 where one wins every token), each head's mean share, and the dead heads."""
-        made: Line = {}
+        line: Line = {}
         for name, row in self.sums.items():
             tokens, entropy, *share = world.sum(row).tolist()
             share = [x / tokens for x in share]
             dead = [head for head, x in enumerate(share) if x < DEAD / len(share)]
-            made[name] = {"entropy": entropy / tokens, "share": share, "dead": dead}
-        return made
+            line[name] = {"entropy": entropy / tokens, "share": share, "dead": dead}
+        return line
 
 
 def balance(gates: Gates) -> Tensor:

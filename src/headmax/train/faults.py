@@ -51,7 +51,7 @@ def check_device(device: torch.device, during: str) -> None:
 
 
 class Interrupted(Exception):
-    """A signal asked the run to stop; its state is saved."""
+    """A signal stopped the run; its state is saved."""
 
     def __init__(self, received: signal.Signals, step: int) -> None:
         super().__init__(f"{received.name}: saved at step {step}; the same command goes on from there")
@@ -105,7 +105,7 @@ def diagnose(model: nn.Module, compute: Callable[[], object], world: World) -> s
     gradients = [name for name, p in model.named_parameters() if p.grad is not None and not whole(p.grad).isfinite().all()]
     model.zero_grad()
     activations = [text for texts in world.gather(seen) for text in texts]
-    found = [f"{len(parameters)} parameters, first {parameters[0]}"] if parameters else []
-    found += activations[:1]
-    found += [f"the gradients of {len(gradients)} parameters, nearest to the loss {gradients[-1]}"] if gradients else []
-    return "not finite: " + ("; ".join(found) or "nothing when computed again")
+    findings = [f"{len(parameters)} parameters, first {parameters[0]}"] if parameters else []
+    findings += activations[:1]
+    findings += [f"the gradients of {len(gradients)} parameters, nearest to the loss {gradients[-1]}"] if gradients else []
+    return "not finite: " + ("; ".join(findings) or "nothing when computed again")

@@ -30,10 +30,10 @@ class Captured(NamedTuple):
 
     @classmethod
     def of(cls, function: Callable[..., Tensor], places: tuple[Tensor, ...], pool: Any) -> Captured:
-        beside, graph = side_stream(torch.cuda.current_device()), torch.cuda.CUDAGraph()
-        beside.wait_stream(torch.cuda.current_stream())
+        stream, graph = side_stream(torch.cuda.current_device()), torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
         # Batches are read, and put into pinned memory, by another thread.
-        with torch.cuda.graph(graph, pool=pool, stream=beside, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             output = function(*places)
         return cls(graph, places, output)
 
@@ -70,13 +70,13 @@ class Replayed:
     def capture(self, inputs: tuple[Tensor, ...], first: bool) -> Captured:
         """The gradients' numbers stay as they are."""
         places = tuple(x.clone() for x in inputs)
-        beside = side_stream(torch.cuda.current_device())
-        beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(beside):
+        stream = side_stream(torch.cuda.current_device())
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
             for _ in range(REHEARSALS):
                 self.drop()
                 self.function(*places)
-        torch.cuda.current_stream().wait_stream(beside)
+        torch.cuda.current_stream().wait_stream(stream)
         self.drop()
         if not first:
             self.lend()

@@ -152,7 +152,7 @@ def stability(lines: Sequence[Line]) -> dict[str, list[int]]:
 
 def summarize(folder: Path, device: torch.device) -> Line:
     """RUN/summary.json out of RUN/metrics.jsonl, with the device and the commit it was made on."""
-    made = Recorder("training", device)
+    recorder = Recorder("training", device)
     lines = list(read_lines(folder / "metrics.jsonl"))
     steps = stability(lines)
     measured = [line["validation"] for line in lines if "validation" in line]
@@ -165,9 +165,9 @@ def summarize(folder: Path, device: torch.device) -> Line:
         "tokens_per_s": statistics.median(speeds) if speeds else None,
         "skipped_steps": [line["step"] for line in lines if line["skipped"]],
         "stability": {name: {"count": len(steps[name]), "steps": steps[name], "definition": text} for name, text in STABILITY.items()},
-        "device": made.device,
-        "commit": made.commit,
-        "date": made.date,
+        "device": recorder.device,
+        "commit": recorder.commit,
+        "date": recorder.date,
     }
     durable.write(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
     return summary

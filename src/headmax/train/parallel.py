@@ -56,11 +56,12 @@ class World:
         return box
 
 
-def find_device(name: str | None, asked: str = "") -> torch.device:
-    """The device of that name for this process, its own GPU where there are several; ValueError says who `asked`."""
+def find_device(name: str | None, source: str = "") -> torch.device:
+    """The device of that name for this process, its own GPU where there are several; an error begins with `source` of the name."""
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if name in (None, "auto") else str(name)
     if kind.split(":")[0] not in ("cpu", "cuda") or (kind.startswith("cuda") and not torch.cuda.is_available()):
-        raise ValueError(f"{asked or f'--device {kind}'}: this machine has cpu{' and cuda' * torch.cuda.is_available()}")
+        devices = "cpu and cuda" if torch.cuda.is_available() else "cpu"
+        raise ValueError(f"{source or f'--device {kind}'}: this machine has {devices}")
     if kind == "cuda":
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     return torch.device(kind)

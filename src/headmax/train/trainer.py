@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -35,7 +35,17 @@ from headmax.train.parallel import Replica, World, graphed, join
 logger = logging.getLogger("headmax")
 
 
-def fit(
+class FitOptions(TypedDict, total=False):
+    """What `fit` may be given beside what it needs."""
+
+    validation: Source | None
+    tokenizer: Path | None
+    start: Mapping[str, Tensor] | None
+    show: Callable[[Line], None] | None
+
+
+@contextlib.contextmanager
+def training(
     model: HeadmaxConfig,
     config: TrainConfig,
     source: Source,
@@ -45,14 +55,8 @@ def fit(
     tokenizer: Path | None = None,
     start: Mapping[str, Tensor] | None = None,
     show: Callable[[Line], None] | None = None,
-) -> HeadmaxForCausalLM:
-    """Trains a model of this configuration from its start, or from the newest checkpoint in `out`; under torchrun, on all its processes.
-
-    `tokenizer` is a folder whose tokenizer.json goes with the run; `start` are parameters by name that take the place of random ones;
-    `show` gets every step's line of metrics, on the first rank.
-    Raises `Interrupted` after a signal, with all saved, `NoMemory` where a step does not fit, `DeviceLost` where the GPU fails, and
-    `TrainingError` where the run cannot go on.
-    """
+) -> Iterator[Trainer]:
+    """A trainer at the start of a run, or at the newest checkpoint in `out`; under torchrun, on all its processes. See `fit`."""
     if source.vocab_size > model.vocab_size:
         raise ValueError(f"model.vocab_size is {model.vocab_size}, but the data has {source.vocab_size} tokens: give at least as many")
     if config.gate_balance > 0 and model.head_gate is None:
@@ -64,7 +68,7 @@ def fit(
             if words is not None and world.main:
                 durable.write(out / "tokenizer.json", words)
             try:
-                return trainer.run()
+                yield trainer
             finally:
                 trainer.close()
         except OSError as error:
@@ -74,6 +78,18 @@ def fit(
         except RuntimeError:
             check_device(world.device, str(out))
             raise
+
+
+def fit(model: HeadmaxConfig, config: TrainConfig, source: Source, out: Path, **options: Unpack[FitOptions]) -> HeadmaxForCausalLM:
+    """Trains a model of this configuration from its start, or from the newest checkpoint in `out`; under torchrun, on all its processes.
+
+    `tokenizer` is a folder whose tokenizer.json goes with the run; `start` are parameters by name that take the place of random ones;
+    `show` gets every step's line of metrics, on the first rank.
+    Raises `Interrupted` after a signal, with all saved, `NoMemory` where a step does not fit, `DeviceLost` where the GPU fails, and
+    `TrainingError` where the run cannot go on.
+    """
+    with training(model, config, source, out, **options) as trainer:
+        return trainer.run()
 
 
 RUN = durable.Owner("a run of headmax train", is_run)
@@ -105,7 +121,7 @@ Moment = torch.cuda.Event | float
 
 
 def now(device: torch.device) -> Moment:
-    """When the device has done all it has been asked for."""
+    """When the device has done all that was launched."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -126,7 +142,7 @@ class Pending:
     step: int
     lr: float
     numbers: Tensor
-    """Loss, norm of the gradient, whether the step was skipped, and on how many ranks a stop was asked for."""
+    """Loss, norm of the gradient, whether the step was skipped, and how many ranks a signal stopped."""
     done: Moment
     """When they are there."""
 
@@ -183,10 +199,12 @@ class Trainer:
         with StopSignals() as self.signals:
             self.clock = now(self.world.device)
             for batches in self.feed.steps(first, end):
-                loss = self.gradients(batches)
+                loss = torch.zeros((), device=self.world.device)
+                for micro_batch in self.micro_batches(batches):
+                    loss += self.add_gradients(*micro_batch) if self.replayed is None else self.replayed(*micro_batch)
                 if pending is not None:
                     self.finish(pending)
-                pending = self.update(loss)
+                pending = self.update(loss / self.world.size)
                 if self.stop or self.step == end or self.due(self.config.checkpoint_every) or self.due(self.config.eval.every):
                     self.finish(pending)
                     pending = None
@@ -205,19 +223,16 @@ class Trainer:
     def due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
 
-    def gradients(self, batches: list[Batch]) -> Tensor:
-        """Adds up the gradients of this step's global batch; its mean loss over all predicted tokens of all ranks."""
-        device, ranks = self.world.device, self.world.size
+    def micro_batches(self, batches: list[Batch]) -> Iterator[tuple[Any, ...]]:
+        """The arguments of `add_gradients` for each part of this step's global batch. Gradients are averaged over ranks after the last."""
         if any(batch.packing is not None for batch in batches):  # no two have the same shapes
             self.replayed = self.replayed_update = None
+        device = self.world.device
         items = self.world.sum(torch.full((), sum(map(predicted, batches)), device=device, dtype=torch.float32)).clamp(min=1)
-        total, compute = torch.zeros((), device=device), self.replayed or self.add_gradients
         for n, batch in enumerate(batches):
             ids, labels, packing = to(batch, device)
-            given = (ids, labels, items / ranks)  # gradients are averaged over ranks
             with self.replica.micro_step(last=n == len(batches) - 1):
-                total += compute(*given) if packing is None else self.add_gradients(*given, packing)
-        return total / ranks
+                yield (ids, labels, items / self.world.size, *(() if packing is None else (packing,)))
 
     def add_gradients(self, input_ids: Tensor, labels: Tensor, items: Tensor, packing: Packing | None = None) -> Tensor:
         """Forward and backward of a micro-batch; its loss, a part of the mean over `items`."""
@@ -235,25 +250,25 @@ class Trainer:
 
     def update(self, loss: Tensor) -> Pending:
         lr = learning_rate(self.config, self.step * self.config.batch_tokens)
-        asked, self.step = torch.full((), float(self.signals.received is not None), device=loss.device), self.step + 1
+        stops, self.step = torch.full((), float(self.signals.received is not None), device=loss.device), self.step + 1
         if self.replayed_update is None:
-            return Pending.send(self.step, lr, self.advance(loss, asked, lr))
-        return Pending.send(self.step, lr, self.replayed_update(loss, asked, torch.full_like(loss, lr)))
+            return Pending.send(self.step, lr, self.advance(loss, stops, lr))
+        return Pending.send(self.step, lr, self.replayed_update(loss, stops, torch.full_like(loss, lr)))
 
-    def advance(self, loss: Tensor, asked: Tensor, lr: float | Tensor) -> Tensor:
+    def advance(self, loss: Tensor, stops: Tensor, lr: float | Tensor) -> Tensor:
         """One optimizer step, unless loss or gradient is not finite on some rank; the numbers of `Pending`."""
         norm = clip(self.model, self.config.optim.grad_clip)
-        loss, asked = self.world.sum(torch.stack([loss, asked])).unbind()
+        loss, stops = self.world.sum(torch.stack([loss, stops])).unbind()
         skip = 1.0 - (loss.isfinite() & norm.isfinite()).float()
         step_unless(self.optimizer, skip, lr)
-        return torch.stack([loss, norm, skip, asked])
+        return torch.stack([loss, norm, skip, stops])
 
     def finish(self, pending: Pending) -> None:
         """Reads a step's numbers, writes its line, and judges: stop on a signal, or after too many skipped steps."""
-        loss, norm, skipped, asked = pending.read()
+        loss, norm, skipped, stops = pending.read()
         seconds, tokens = seconds_between(self.clock, pending.done), self.config.batch_tokens
         self.clock = pending.done
-        self.stop = self.stop or asked > 0
+        self.stop = self.stop or stops > 0
         line: Line = {"step": pending.step, "loss": loss, "grad_norm": norm, "lr": pending.lr, "tokens": pending.step * tokens}
         line |= {"skipped": skipped > 0, "time": time.time(), "seconds": seconds, "tokens_per_s": tokens / seconds}
         line |= {"memory": memory(self.world.device)}
@@ -271,7 +286,9 @@ class Trainer:
             again = self.feed.read(pending.step - 1)
             self.optimizer.zero_grad()
             self.replayed = self.replayed_update = None
-            found = diagnose(self.model, lambda: self.gradients(again), self.world)
+            found = diagnose(
+                self.model, lambda: sum(self.add_gradients(*x) for x in self.micro_batches(again)) / self.world.size, self.world
+            )
             raise TrainingError(f"stopped at step {pending.step}: {self.skipped} steps were skipped (max_skipped_steps); {found}")
 
     def measure(self) -> Line:
@@ -325,6 +342,8 @@ def describe(model: HeadmaxConfig) -> dict[str, Any]:
 def refuse_changes(before: dict[str, dict[str, Any]], now: dict[str, dict[str, Any]], out: Path) -> None:
     """Raises where a run would go on as another one."""
     names = {"model": "model.", "train": "", "data": "the data's "}
+    model = before["model"]  # a field that a later version added has had its default
+    before = before | {"model": {name: model.get(name, getattr(HeadmaxConfig, name, None)) for name in {*model, *now["model"]}}}
     changed = [
         f"{prefix}{name} was {before[part].get(name)!r}, is {now[part].get(name)!r}"
         for part, prefix in names.items()

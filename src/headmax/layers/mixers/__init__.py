@@ -1,27 +1,31 @@
 """The token mixers. A new backbone is one file here and one line in the table."""
 
-from headmax.layers.mixers.attention import Attention
+from headmax.layers.mixers.attention import Attention, AttentionConfig
 from headmax.layers.mixers.base import MixerOutput, RecurrentMixer
-from headmax.layers.mixers.gated_deltanet import GatedDeltaNet
-from headmax.layers.mixers.gla import GatedLinearAttention
-from headmax.layers.mixers.linear import LinearAttention
-from headmax.layers.mixers.retnet import RetNet
+from headmax.layers.mixers.config import MixerConfig
+from headmax.layers.mixers.gated_deltanet import GatedDeltaNet, GatedDeltaNetConfig
+from headmax.layers.mixers.gla import GatedLinearAttention, GLAConfig
+from headmax.layers.mixers.linear import LinearAttention, LinearAttentionConfig
+from headmax.layers.mixers.retnet import RetNet, RetNetConfig
 
-MIXERS: dict[str, type[RecurrentMixer] | type[Attention]] = {
-    "linear": LinearAttention,
-    "retnet": RetNet,
-    "gla": GatedLinearAttention,
-    "gated_deltanet": GatedDeltaNet,
-    "attention": Attention,
-}
+KINDS: tuple[type[MixerConfig], ...] = (AttentionConfig, LinearAttentionConfig, RetNetConfig, GLAConfig, GatedDeltaNetConfig)
+MIXERS: dict[str, type[MixerConfig]] = {kind.name: kind for kind in KINDS}
+"""Every kind of mixer by name. One of your own: `MIXERS["mine"] = MineConfig`, in a module that your package names as an entry point of
+the group "headmax.mixers" (docs/ecosystem.md)."""
 
 __all__ = [
     "MIXERS",
     "Attention",
+    "AttentionConfig",
+    "GLAConfig",
     "GatedDeltaNet",
+    "GatedDeltaNetConfig",
     "GatedLinearAttention",
     "LinearAttention",
+    "LinearAttentionConfig",
+    "MixerConfig",
     "MixerOutput",
     "RecurrentMixer",
     "RetNet",
+    "RetNetConfig",
 ]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self, Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headmax.fields import Positive
 from headmax.layers.fusion import intact
 from headmax.layers.mixers.base import MixerOutput, head_width
+from headmax.layers.mixers.config import MixerConfig, Shared, Width
 from headmax.layers.rotary import Rotary, RotarySettings, rotate
 from headmax.ops.packing import Packing
 
@@ -63,15 +67,39 @@ def attention_mask(time: int, past: int, mask: Tensor | None, packing: Packing |
     return allowed
 
 
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig(MixerConfig):
+    """Settings of softmax attention over tokens."""
+
+    name, title, recipe = "attention", "Transformer++", "transformer"
+    gated = False
+    fla = ("transformer", "Transformer", "Attention")
+    lora_targets = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+    head_k_dim: Width | None = None
+    """Width of a head."""
+    rotary_base: Positive = 10_000.0
+    """Base of the rotary positions."""
+
+    @classmethod
+    def of_model(cls, settings: Mapping[str, Any], alone: bool) -> Self:
+        """In a hybrid the model's head_k_dim is that of the recurrent layers."""
+        return super().of_model({name: x for name, x in settings.items() if alone or name != "head_k_dim"}, alone)
+
+    def build(self, hidden_size: int, num_heads: int, **_: Unpack[Shared]) -> Attention:
+        return Attention(hidden_size, num_heads, self)
+
+
 class Attention(nn.Module):
     """softmax(q k^T / sqrt(d)) v per head, with rotary positions."""
 
-    def __init__(self, hidden_size: int, num_heads: int, *, head_dim: int | None = None, rotary_base: float = 10_000.0) -> None:
+    def __init__(self, hidden_size: int, num_heads: int, config: AttentionConfig = AttentionConfig()) -> None:
         super().__init__()
-        self.head_dim = head_width("head_k_dim", head_dim, hidden_size, num_heads)
+        self.config = config
+        self.head_dim = head_width("head_k_dim", config.head_k_dim, hidden_size, num_heads)
         if self.head_dim % 2:
             raise ValueError(f"head_k_dim must be even for rotary positions, got {self.head_dim}")
-        self.rotary = RotarySettings(self.head_dim, rotary_base)
+        self.rotary = RotarySettings(self.head_dim, config.rotary_base)
         width = num_heads * self.head_dim
         self.q_proj = nn.Linear(hidden_size, width, bias=False)
         self.k_proj = nn.Linear(hidden_size, width, bias=False)
@@ -115,6 +143,10 @@ class Attention(nn.Module):
             k, v = torch.cat([state.keys, k], dim=2), torch.cat([state.values, v], dim=2)
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and k.shape[2] == q.shape[2])
         return o.transpose(1, 2).flatten(2), state if isinstance(state, AttentionSlots) else AttentionState(k, v)
+
+    def flops(self, length: int) -> float:
+        """Of scores and read-out, per token of a sequence of that length, forward: to half of it on average."""
+        return 2.0 * length * self.o_proj.in_features
 
     def slots(self, number: int, length: int, position: Tensor) -> AttentionSlots:
         """Empty slots for texts of `length` tokens."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -12,17 +11,15 @@ from torch import Tensor, nn
 from headmax.layers.fusion import intact
 from headmax.layers.head_gate import HeadGate, HeadGateConfig
 from headmax.layers.initialized import Initialized
-from headmax.layers.norm import OutputNorm, OutputNormKind, RMSNorm, read_out, times_gates
+from headmax.layers.mixers.config import RecurrentConfig
+from headmax.layers.norm import OutputNorm, RMSNorm, apply_gates, read_out
 from headmax.layers.padding import Padding
 from headmax.layers.projection import as_multiplied, joint_product
 from headmax.layers.rotary import Rotary, RotarySettings
 from headmax.layers.short_conv import ShortConvolution
 from headmax.ops.packing import Packing
+from headmax.ops.spec import Case
 from headmax.ops.step import Op, step
-
-Run = Callable[..., tuple[Tensor, Tensor | None]]
-"""Runs an op on its own inputs, `run(gla, q, k, v, log_decay)`; gates, state and packing are known to it."""
-
 
 WIDEST_KEY = 256
 """Channels of a head's key that a program of the decoding kernel holds."""
@@ -68,6 +65,12 @@ class RecurrentSlots(NamedTuple):
         """The same memory, to be left as it is."""
         return RecurrentState(self.recurrent, self.conv)
 
+    def moved_on(self, conv: tuple[Tensor, ...]) -> RecurrentSlots:
+        """The same slots with the convolutions' new inputs."""
+        for own, new in zip(self.conv, conv, strict=True):
+            own.copy_(new)
+        return self
+
     def store(self, state: RecurrentState | RecurrentSlots) -> None:
         torch._foreach_copy_([self.recurrent, *self.conv], [state.recurrent, *state.conv])
 
@@ -92,7 +95,20 @@ class MixerOutput(NamedTuple):
     state: tuple | None
     """What to hand to the next call, if `return_state`."""
     gates: tuple[Tensor | None, Tensor | None] | None
-    """(read, write), each [batch, time, heads]; None for attention, and from a block that was not asked."""
+    """(read, write), each [batch, time, heads]; None for attention, and from a block where they were not requested."""
+
+    def restored(self, padding: Padding) -> MixerOutput:
+        """Of a batch whose padding was removed: with it again."""
+        gates = self.gates and tuple(gate if gate is None else padding.restore(gate) for gate in self.gates)
+        return MixerOutput(padding.restore(self.hidden), self.state, gates)  # type: ignore[arg-type]
+
+
+class Recurrence(NamedTuple):
+    """What a mixer runs: an op, its inputs by position, and its own options; gates, state and packing come from the mixer."""
+
+    op: Op
+    inputs: tuple[Tensor, ...]
+    options: dict[str, Any] = {}
 
 
 class Projected(NamedTuple):
@@ -125,7 +141,7 @@ class Convolved(NamedTuple):
 
     qkv: list[Tensor]
     conv: tuple[Tensor, ...]
-    """Their new states, if asked for."""
+    """Their new states, if requested."""
     scores: Tensor | None
     """The head gates' scores [B,T,gates * HV], where a fused convolution makes them."""
     unit_length: bool = False
@@ -137,8 +153,6 @@ def head_width(name: str, width: int | None, total: int, num_heads: int) -> int:
     if num_heads < 1:
         raise ValueError(f"num_heads must be at least 1, got {num_heads}")
     if width is not None:
-        if width < 1:
-            raise ValueError(f"{name} must be at least 1, got {width}")
         return width
     if total % num_heads or total < num_heads:
         raise ValueError(f"{name}: {total} channels do not split over {num_heads} heads; give {name} or another num_heads")
@@ -160,30 +174,25 @@ class RecurrentMixer(Initialized):
         self,
         hidden_size: int,
         num_heads: int,
+        config: RecurrentConfig,
         *,
-        head_k_dim: int,
-        head_v_dim: int,
-        num_v_heads: int | None = None,
-        conv_size: int | None = None,
-        output_gate: bool = True,
-        output_norm: OutputNormKind = "head",
         norm_eps: float = 1e-6,
         head_gate: HeadGateConfig | None = None,
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        self.num_heads, self.num_v_heads = num_heads, num_heads if num_v_heads is None else num_v_heads
-        if self.num_v_heads < 1 or self.num_v_heads % num_heads:
-            raise ValueError(f"num_v_heads must be a multiple of num_heads {num_heads}, got {num_v_heads}")
-        self.head_k_dim, self.head_v_dim, self.conv_size, self.backend = head_k_dim, head_v_dim, conv_size, backend
-        key, value = num_heads * head_k_dim, self.num_v_heads * head_v_dim
+        self.config, self.num_heads, self.num_v_heads = config, num_heads, config.value_heads(num_heads)
+        self.head_k_dim = head_width("head_k_dim", config.head_k_dim, int(config.expand_k * hidden_size), num_heads)
+        self.head_v_dim = head_width("head_v_dim", config.head_v_dim, int(config.expand_v * hidden_size), self.num_v_heads)
+        self.conv_size, self.backend = config.conv_size, backend
+        key, value = num_heads * self.head_k_dim, self.num_v_heads * self.head_v_dim
         self.q_proj = nn.Linear(hidden_size, key, bias=False)
         self.k_proj = nn.Linear(hidden_size, key, bias=False)
         self.v_proj = nn.Linear(hidden_size, value, bias=False)
-        self.g_proj = nn.Linear(hidden_size, value, bias=False) if output_gate else None
+        self.g_proj = nn.Linear(hidden_size, value, bias=False) if config.output_gate else None
         self.o_proj = nn.Linear(value, hidden_size, bias=False)
-        self.convs = nn.ModuleList(ShortConvolution(width, conv_size) for width in (key, key, value)) if conv_size else None
-        self.output_norm = OutputNorm(output_norm, self.num_v_heads, head_v_dim, norm_eps, backend)
+        self.convs = nn.ModuleList(ShortConvolution(width, config.conv_size) for width in (key, key, value)) if config.conv_size else None
+        self.output_norm = OutputNorm(config.output_norm, self.num_v_heads, self.head_v_dim, norm_eps, backend)
         self.head_gate: HeadGate | None = None
         self.read_after_norm = False
         if head_gate is not None:
@@ -230,41 +239,20 @@ class RecurrentMixer(Initialized):
             return MixerOutput(torch.zeros_like(x), state, None)
         if padding is not None:
             x, packing = padding.remove(x), padding.packing
-        return_state = return_state or isinstance(state, RecurrentSlots)
-        p = self.project(x, state=state, return_state=return_state, positions=positions, packing=packing, fused=fused)
-        run = functools.partial(
-            self.run,
-            state=state,
-            return_state=return_state,
-            packing=packing,
-            read_gate=None if self.read_after_norm else p.read,
-            write_gate=p.write,
-            backend=self.backend,
-        )
-        o, recurrent = self.recurrence(p, run)
-        hidden = self.read_out(o, p.swish, p.read if self.read_after_norm else None, fused)
-        read, write = p.read, p.write
-        if padding is not None:
-            hidden = padding.restore(hidden)
-            read, write = (gate if gate is None else padding.restore(gate) for gate in (read, write))
-        new_state: RecurrentState | RecurrentSlots | None = None
+        keep = return_state or isinstance(state, RecurrentSlots)
+        p = self.project(x, state=state, return_state=keep, positions=positions, packing=packing, fused=fused)
+        op, inputs, options = self.recurrence(p)
+        query_gate, norm_gate = (None, p.read) if self.read_after_norm else (p.read, None)
+        options = {**options, "read_gate": query_gate, "write_gate": p.write, "backend": self.backend}
+        new_state: RecurrentState | RecurrentSlots | None
         if isinstance(state, RecurrentSlots):
-            new_state = state
-            for own, new in zip(state.conv, p.conv, strict=True):
-                own.copy_(new)
-        elif recurrent is not None:
-            new_state = RecurrentState(recurrent, p.conv, p.tokens)
-        return MixerOutput(hidden, new_state, (read, write))
-
-    @staticmethod
-    def run(
-        op: Op, *inputs: Tensor, state: RecurrentState | RecurrentSlots | None, return_state: bool, packing: Packing | None, **options: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        """The op on its own inputs, after `state`: in chunks, or one token after the other on slots."""
-        if isinstance(state, RecurrentSlots):
-            return step(op, *inputs, state=state.recurrent, **options), None
-        initial = None if state is None else state.recurrent
-        return op(*inputs, initial_state=initial, return_state=return_state, cu_seqlens=packing, **options)
+            o, new_state = step(op, *inputs, state=state.recurrent, **options), state.moved_on(p.conv)
+        else:
+            initial = None if state is None else state.recurrent
+            o, recurrent = op(*inputs, initial_state=initial, return_state=keep, cu_seqlens=packing, **options)
+            new_state = None if recurrent is None else RecurrentState(recurrent, p.conv, p.tokens)
+        output = MixerOutput(self.read_out(o, p.swish, norm_gate, fused), new_state, (p.read, p.write))
+        return output if padding is None else output.restored(padding)
 
     def project(
         self,
@@ -324,8 +312,8 @@ class RecurrentMixer(Initialized):
         pairs = [conv(y, past, **options) for conv, y, past in zip(self.convs, qkv, before, strict=True)]
         return Convolved([y for y, _ in pairs], tuple(past for _, past in pairs), None)
 
-    def recurrence(self, p: Projected, run: Run) -> tuple[Tensor, Tensor | None]:
-        """`run` of the op on p's q [B,T,H,K], k [B,T,H,K], v [B,T,HV,V] and what it makes of the side projections."""
+    def recurrence(self, p: Projected) -> Recurrence:
+        """The op, and its own inputs from p's q [B,T,H,K], k [B,T,H,K], v [B,T,HV,V] and side projections."""
         raise TypeError(f"{type(self).__name__} does not define a recurrence")
 
     def read_out(self, o: Tensor, swish: Tensor | None, read: Tensor | None, fused: bool) -> Tensor:
@@ -333,7 +321,12 @@ class RecurrentMixer(Initialized):
         if fused and self.output_norm.kind == "head":
             norm = self.output_norm.norm
             return read_out(o, swish, read, norm.weight, as_multiplied(self.o_proj.weight, o), norm.eps, self.backend)
-        return self.o_proj(times_gates(self.output_norm(o), swish, read))
+        return self.o_proj(apply_gates(self.output_norm(o), swish, read))
+
+    def flops(self, length: int) -> float:
+        """Of the recurrence, per token of a sequence of that length, forward."""
+        case = Case(1, length, self.num_heads, self.head_k_dim, self.head_v_dim, value_heads=self.num_v_heads)
+        return self.config.spec.flops(case) / length
 
     def slots(self, number: int, dtype: torch.dtype) -> RecurrentSlots:
         """Empty slots, recurrent states in `dtype`."""

@@ -3,18 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headmax.layers.head_gate import HeadGateConfig
-from headmax.layers.mixers.base import Convolved, Projected, RecurrentMixer, RecurrentSlots, RecurrentState, Run, StepTerms, head_width
-from headmax.layers.norm import OutputNormKind
+from headmax.layers.mixers.base import Convolved, Projected, Recurrence, RecurrentMixer, RecurrentSlots, RecurrentState, StepTerms
+from headmax.layers.mixers.config import ConvSize, RecurrentConfig, Shared, Width
 from headmax.layers.short_conv import last_inputs, unit_convolution
 from headmax.ops import gated_delta_rule
 from headmax.ops.checks import compute_dtype
+from headmax.ops.gated_delta_rule.spec import SPEC
 from headmax.ops.packing import Packing
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedDeltaNetConfig(RecurrentConfig):
+    """Settings of Gated DeltaNet."""
+
+    name, title, recipe = "gated_deltanet", "Gated DeltaNet", "gdn"
+    spec = SPEC
+    fla = ("gated_deltanet", "GatedDeltaNet", "GatedDeltaNet")
+    lora_targets = (*RecurrentConfig.lora_targets, "a_proj", "b_proj")
+    expand_k = 0.5
+
+    num_v_heads: Width | None = None
+    """Value heads, a multiple of the key heads; as many unless given."""
+    conv_size: ConvSize = 4
+    """Width of the short convolution on q, k and v; 0 for none."""
+
+    def value_heads(self, num_heads: int) -> int:
+        heads = num_heads if self.num_v_heads is None else self.num_v_heads
+        if heads % max(num_heads, 1):
+            raise ValueError(f"num_v_heads must be a multiple of num_heads {num_heads}, got {heads}")
+        return heads
+
+    def build(self, hidden_size: int, num_heads: int, **options: Unpack[Shared]) -> GatedDeltaNet:
+        return GatedDeltaNet(hidden_size, num_heads, self, **options)
 
 
 class GatedDeltaNet(RecurrentMixer):
@@ -25,33 +52,12 @@ class GatedDeltaNet(RecurrentMixer):
     """
 
     side = ("a_proj", "b_proj")
+    config: GatedDeltaNetConfig
 
     def __init__(
-        self,
-        hidden_size: int,
-        num_heads: int,
-        *,
-        head_k_dim: int | None = None,
-        head_v_dim: int | None = None,
-        num_v_heads: int | None = None,
-        conv_size: int | None = 4,
-        output_norm: OutputNormKind = "head",
-        norm_eps: float = 1e-6,
-        head_gate: HeadGateConfig | None = None,
-        backend: str = "auto",
+        self, hidden_size: int, num_heads: int, config: GatedDeltaNetConfig = GatedDeltaNetConfig(), **options: Unpack[Shared]
     ) -> None:
-        super().__init__(
-            hidden_size,
-            num_heads,
-            head_k_dim=head_width("head_k_dim", head_k_dim, hidden_size // 2, num_heads),
-            head_v_dim=head_width("head_v_dim", head_v_dim, hidden_size, num_heads if num_v_heads is None else max(num_v_heads, 1)),
-            num_v_heads=num_v_heads,
-            conv_size=conv_size,
-            output_norm=output_norm,
-            norm_eps=norm_eps,
-            head_gate=head_gate,
-            backend=backend,
-        )
+        super().__init__(hidden_size, num_heads, config, **options)
         self.a_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
         self.b_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
         self.A_log = nn.Parameter(torch.empty(self.num_v_heads))
@@ -84,15 +90,14 @@ class GatedDeltaNet(RecurrentMixer):
         )
         v, _ = self.convs[2](qkv[2], before[2], **options)
         scores = [score for score in (read, write) if score is not None]
-        assert self.conv_size is not None
         conv = tuple(last_inputs(y, self.conv_size, past, packing) for y, past in zip(qkv, before, strict=True))
         return Convolved([q, k, v], conv if return_state else (), torch.cat(scores, dim=-1) if scores else None, unit_length=True)
 
-    def recurrence(self, p: Projected, run: Run) -> tuple[Tensor, Tensor | None]:
+    def recurrence(self, p: Projected) -> Recurrence:
         dtype = compute_dtype(p.q.dtype)
         a, b = (y.to(dtype) for y in p.side)
         log_decay, beta = -self.A_log.to(dtype).exp() * F.softplus(a + self.dt_bias.to(dtype)), b.sigmoid()
-        return run(gated_delta_rule, p.q, p.k, p.v, log_decay, beta, normalize_qk=not p.unit_length)
+        return Recurrence(gated_delta_rule, (p.q, p.k, p.v, log_decay, beta), {"normalize_qk": not p.unit_length})
 
     def step_terms(self) -> StepTerms:
         return StepTerms("delta", "unit_length", (self.a_proj, self.b_proj), self.A_log, self.dt_bias)

@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
-from headmax.layers.feature_map import FeatureMap
-from headmax.layers.feature_map import feature_map as make_feature_map
-from headmax.layers.head_gate import HeadGateConfig
-from headmax.layers.mixers.base import Projected, RecurrentMixer, RecurrentSlots, RecurrentState, Run, StepTerms, head_width
-from headmax.layers.norm import OutputNormKind
+from headmax.fields import Positive
+from headmax.layers.feature_map import FEATURE_MAPS
+from headmax.layers.mixers.base import Projected, Recurrence, RecurrentMixer, RecurrentSlots, RecurrentState, StepTerms
+from headmax.layers.mixers.config import FeatureMapConfig, Shared
 from headmax.layers.projection import joint_product
 from headmax.layers.rotary import Rotary, RotarySettings, rotate, turned
 from headmax.ops import linear_attention
 from headmax.ops.checks import compute_dtype
+from headmax.ops.linear_attention.spec import SPEC
 from headmax.ops.packing import Packing
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetNetConfig(FeatureMapConfig):
+    """Settings of RetNet."""
+
+    name, title, recipe = "retnet", "RetNet", "retnet"
+    spec = SPEC
+    fla = ("retnet", "RetNet", "MultiScaleRetention")
+    mlp_ratio, expand_v = 2.0, 2.0
+
+    rotary_base: Positive = 10_000.0
+    """Base of the rotary positions."""
+
+    def build(self, hidden_size: int, num_heads: int, **options: Unpack[Shared]) -> RetNet:
+        return RetNet(hidden_size, num_heads, self, **options)
 
 
 def count_tokens(x: Tensor, state: RecurrentState | RecurrentSlots | None, packing: Packing | None) -> tuple[Tensor, Tensor]:
@@ -35,38 +52,15 @@ class RetNet(RecurrentMixer):
     """S_t = γ_h S_{t-1} + (G^K_t k_t)^T v_t ;  o_t = (G^Q_t q_t) S_t,  with γ_h = 1 - 2^(-5-h) and rotary q, k"""
 
     rotary: RotarySettings
+    config: RetNetConfig
 
-    def __init__(
-        self,
-        hidden_size: int,
-        num_heads: int,
-        *,
-        head_k_dim: int | None = None,
-        head_v_dim: int | None = None,
-        conv_size: int | None = None,
-        feature_map: FeatureMap = "identity",
-        rotary_base: float = 10_000.0,
-        output_norm: OutputNormKind = "head",
-        norm_eps: float = 1e-6,
-        head_gate: HeadGateConfig | None = None,
-        backend: str = "auto",
-    ) -> None:
-        super().__init__(
-            hidden_size,
-            num_heads,
-            head_k_dim=head_width("head_k_dim", head_k_dim, hidden_size, num_heads),
-            head_v_dim=head_width("head_v_dim", head_v_dim, 2 * hidden_size, num_heads),
-            conv_size=conv_size,
-            output_norm=output_norm,
-            norm_eps=norm_eps,
-            head_gate=head_gate,
-            backend=backend,
-        )
+    def __init__(self, hidden_size: int, num_heads: int, config: RetNetConfig = RetNetConfig(), **options: Unpack[Shared]) -> None:
+        super().__init__(hidden_size, num_heads, config, **options)
         if self.head_k_dim % 2:
             raise ValueError(f"head_k_dim must be even for rotary positions, got {self.head_k_dim}")
-        self.feature_map, self.feature_name = make_feature_map(feature_map), feature_map
-        self.rotary = RotarySettings(self.head_k_dim, rotary_base)
-        self.rotates_products = feature_map == "identity" and conv_size is None
+        self.feature_map = FEATURE_MAPS[config.feature_map]
+        self.rotary = RotarySettings(self.head_k_dim, config.rotary_base)
+        self.rotates_products = config.feature_map == "identity" and not config.conv_size
 
     def project(self, x: Tensor, *, positions: Tensor | Rotary | None, fused: bool, **options: Any) -> Projected:
         """With q and k after feature map and rotation; fused, a kernel rotates them on their way out of one product with the scores."""
@@ -85,12 +79,12 @@ class RetNet(RecurrentMixer):
         swish = None if self.g_proj is None else self.g_proj(x)
         return Projected(q, k, v, (), swish, read, write, (), tokens)
 
-    def recurrence(self, p: Projected, run: Run) -> tuple[Tensor, Tensor | None]:
-        return run(linear_attention, p.q, p.k, p.v, self.log_decay(p.q.device, compute_dtype(p.q.dtype)))
+    def recurrence(self, p: Projected) -> Recurrence:
+        return Recurrence(linear_attention, (p.q, p.k, p.v, self.log_decay(p.q.device, compute_dtype(p.q.dtype))))
 
     def log_decay(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         """log γ_h, [heads]"""
         return torch.log1p(-torch.exp2(-5 - torch.arange(self.num_heads, device=device, dtype=dtype)))
 
     def step_terms(self) -> StepTerms:
-        return StepTerms("retnet", self.feature_name)
+        return StepTerms("retnet", self.config.feature_map)

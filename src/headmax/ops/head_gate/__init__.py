@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
+from headmax.fields import suggest
 from headmax.ops.checks import check_shape
 from headmax.ops.head_gate import reference
-from headmax.ops.registry import Lazy, dispatch, no_autocast, register, suggest
+from headmax.ops.registry import Lazy, dispatch, no_autocast, register
 
 if TYPE_CHECKING:
     from jaxtyping import Float

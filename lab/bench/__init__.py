@@ -1,0 +1,1 @@
+"""Kernels and measurements that only this repository makes."""

@@ -1,0 +1,209 @@
+"""Do the kernels fit a GPU that is not at hand? `python -m lab bench fit 89` compiles them for sm_89.
+
+For Hopper it also looks for loops that fill a tile anew while a product may still read it (see `settled` in ops/triton_common.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from headmax import HeadmaxForCausalLM, recipes
+from headmax.bench.kernels import SPECS
+from headmax.bench.tune import WIDTHS
+from headmax.layers.block import Block
+from headmax.layers.norm import WIDEST
+from headmax.layers.triton_block import block_step
+from headmax.layers.triton_conv import short_conv, unit_conv
+from headmax.layers.triton_loss import cross_entropy_rows
+from headmax.layers.triton_norm import read_out, rms_norm
+from headmax.layers.triton_rotary import turned
+from headmax.layers.triton_swiglu import swiglu
+from headmax.models.decoding import make_slots
+from headmax.ops import head_gate, registry, triton_scan, triton_tiles
+from headmax.ops.gated_delta_rule import WIDE_DELTA
+from headmax.ops.head_gate import split_gates
+from headmax.ops.packing import LONG_CHUNK
+from headmax.ops.spec import Case
+from headmax.ops.triton_common import MIN_SEGMENT
+
+SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+"""KiB of shared memory a block may have, by compute capability."""
+FEW = {"narrow": 9, "wide": 20}
+"""Between one and a half and three times as many processors as one head has blocks of states, which then are halved where they may be."""
+
+
+class Absent:
+    """Stands for a GPU of that capability, as far as the compiler asks."""
+
+    def __init__(self, capability: int) -> None:
+        self.target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+
+class Compiled(NamedTuple):
+    shared: int
+    """Bytes of shared memory."""
+    overtaken: int
+    """Tiles that are filled anew while a product may still read them."""
+
+
+def overtaken(ir: str) -> int:
+    """Of a kernel in Triton's GPU form: in how many buffers of pipelined loops the next tile overtakes a product that is under way.
+
+    A loop fetches its tiles some turns ahead into a ring of buffers. If the ring has no place more than that, the tile that is fetched
+    goes where the product of this very turn reads, which Hopper's matrix units may not have finished.
+    """
+    places: dict[str, int] = {}
+    views: dict[str, str] = {}
+    ahead: Counter[str] = Counter()
+    loops: list[tuple[int, set[str]]] = []
+    found, pending = set[str](), 0
+    for line in ir.splitlines():
+        depth = len(line) - len(line.lstrip())
+        if loops and line.lstrip().startswith("}") and depth == loops[-1][0]:
+            loops.pop()
+        if "scf.for" in line:
+            loops.append((depth, set()))
+            pending = 0
+        elif made := re.search(r"(%\S+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x", line):
+            places[made[1]] = int(made[2])
+        elif seen := re.search(r"(%\S+) = ttg\.memdesc_\w+ (%\w+)", line):
+            views[seen[1]] = views.get(seen[2], seen[2])
+        elif (read := re.search(r"warp_group_dot (%\w+), (%\w+),.*isAsync = true", line)) and loops:
+            loops[-1][1].update(views.get(x, x) for x in read.groups())
+        elif wait := re.search(r"warp_group_dot_wait .*pendings = (\d+)", line):
+            pending = int(wait[1])
+        elif fetched := re.search(r"async_copy_global_to_local %\S+, (%\w+)", line):
+            buffer = views.get(fetched[1], fetched[1])
+            if not loops or buffer not in loops[-1][1]:
+                ahead[buffer] += 1
+            elif pending and ahead[buffer] % places[buffer] == 0:
+                found.add(buffer)
+    return len(found)
+
+
+def compile_only(capability: int) -> dict[str, Compiled]:
+    """From here on this process compiles kernels for that capability and runs none; the dictionary fills with what they take."""
+    found: dict[str, Compiled] = {}
+    launch = JITFunction.run
+
+    def compile_it(self: JITFunction, *args: Any, **kwargs: Any) -> Any:
+        compiled = launch(self, *args, **kwargs | {"warmup": True})
+        before = found.get(self.__name__, Compiled(0, 0))
+        found[self.__name__] = Compiled(max(before.shared, compiled.metadata.shared), before.overtaken + overtaken(compiled.asm["ttgir"]))
+        return compiled
+
+    triton.runtime.driver.set_active(Absent(capability))
+    JITFunction.run = compile_it
+    registry.Lazy.unavailable = lambda *_: None  # type: ignore[method-assign]
+    entry = max(size for size in map(int, triton_tiles.TABLE) if size <= SHARED[capability])
+    triton_tiles.entry_for = lambda _: str(entry)  # type: ignore[assignment]
+    triton_scan.processors = many_processors  # type: ignore[assignment]
+    return found
+
+
+def many_processors(_: torch.device) -> int:
+    """So many that sequences are cut into segments."""
+    return 10_000
+
+
+def on_few(processors: int, call: Callable[[], object]) -> None:
+    """On so many processors, `FEW`."""
+    triton_scan.processors = lambda _: processors  # type: ignore[assignment]
+    call()
+    triton_scan.processors = many_processors  # type: ignore[assignment]
+
+
+def calls(dtype: torch.dtype, shared: int) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Every kernel of the package, called once or more, forward and backward."""
+    for op, spec in SPECS.items():
+        for width, (key, value) in WIDTHS.items():
+            if op in ("gated_delta_rule", "kda") and dtype == torch.float32 and width == "wide" and shared < WIDE_DELTA:
+                continue  # refused there, see its __init__
+            function = functools.partial(spec.function, return_state=True, backend="triton")
+            times = (70, 2 * MIN_SEGMENT * LONG_CHUNK)[op == "kda" :]  # the second is cut into segments; KDA's kernels take long to compile
+            for time, decay in product(times, ("soft", "head", "none") if op == "linear_attention" else ("soft",)):
+                case = Case(time=time, heads=1, key=key, value=value, decay=decay, gates="both", initial_state=True)
+                call = functools.partial(spec.evaluate, spec.inputs(case, dtype), function)
+                yield f"{op} {width}", call
+                if time == times[0]:
+                    yield f"{op} {width}, few processors", functools.partial(on_few, FEW[width], call)
+        packed = Case(time=70, heads=1, key=128, value=256, lengths=(30, 40))
+        yield f"{op} packed, no gates", functools.partial(spec.evaluate, spec.inputs(packed, dtype), function)
+    x, weight, taps = torch.ones(1, 70, 4, 128, dtype=dtype), torch.ones(4, 128), torch.ones(128, 4)
+    yield "head_gate", lambda: head_gate(x.requires_grad_(), weight.requires_grad_(), backend="triton").sum().backward()
+    row = torch.ones(1, 70, 128, dtype=dtype, requires_grad=True)
+    yield "split_gates", lambda: torch.stack(split_gates(row[..., :8], 2, backend="triton")).sum().backward()
+    yield "short_conv", lambda: short_conv(row, taps.requires_grad_(), None).sum().backward()
+    yield "packed short_conv", lambda: short_conv(row, taps, torch.arange(70)).sum().backward()
+    for scorer in (None, weight[:, :64], weight[:2, :64]):
+        yield "unit_conv", functools.partial(trained, unit_conv, row, taps, None, scorer, 2)
+    yield "packed unit_conv", functools.partial(trained, unit_conv, row, taps, torch.arange(70), None, 2)
+    for size in (96, 1024, WIDEST):
+        wide = torch.ones(70, 1, size, dtype=dtype, requires_grad=True)
+        for delta in (wide, None):
+            yield f"rms_norm {size}", functools.partial(trained, rms_norm, wide, delta, torch.ones(size), 1e-6)
+    o, gates = torch.ones(1, 70, 4, 256, dtype=dtype, requires_grad=True), torch.ones(1, 70, 4)
+    swish, out = torch.ones(1, 70, 1024, dtype=dtype), torch.ones(8, 1024, dtype=dtype)
+    for given in ((None, None), (swish, gates)):
+        yield "read_out", functools.partial(trained, read_out, o, *given, torch.ones(256), out, 1e-6)
+    yield "swiglu", functools.partial(trained, swiglu, torch.ones(1, 70, 640, dtype=dtype, requires_grad=True), out[:, :320])
+    angles = torch.ones(1, 70, 1, 32)
+    for further in (0, 8):
+        product_ = torch.ones(1, 70, 256 + further, dtype=dtype, requires_grad=True)
+        yield "turned", functools.partial(trained, turned, product_, angles, angles, 2, 64)
+    yield "loss", lambda: cross_entropy_rows(torch.ones(3, 32_000, dtype=dtype), torch.arange(3))
+
+    for name in ("softmax-retnet-340m", "softmax-gla-340m", "softmax-gdn-340m"):
+        config = recipes.get(name).model
+        config.num_hidden_layers, config.vocab_size = 1, 8
+        block = HeadmaxForCausalLM(config).model.layers[0].to(dtype).requires_grad_(False)
+        for rows in (1, 8, 64):
+            yield f"decoding {rows} {name}", functools.partial(decode, block, rows)
+
+
+def trained(function: Callable[..., Any], *arguments: Any) -> None:
+    """Forward and backward."""
+    made = function(*arguments)
+    sum(x.sum() for x in (made if isinstance(made, tuple) else (made,)) if x is not None).backward()
+
+
+def decode(block: Block, rows: int) -> None:
+    """One step of a block, on kernels."""
+    settings, position = getattr(block.mixer, "rotary", None), torch.zeros(rows, dtype=torch.int64)
+    slots = make_slots([block], rows, torch.float32, position)[0]
+    x = torch.zeros(rows, block.mlp.down_proj.weight.shape[0], dtype=block.mlp.down_proj.weight.dtype)
+    block_step(block, x, slots, settings and settings.at(position[:, None]), None)
+
+
+def check(capability: int, dtypes: Sequence[torch.dtype]) -> bool:
+    """Compiles every kernel and prints what it takes; whether all fit."""
+    found, fits = compile_only(capability), True
+    for dtype in dtypes:
+        for name, call in calls(dtype, SHARED[capability]):
+            found.clear()
+            call()
+            for kernel, (size, tiles) in found.items():
+                over = size > 1024 * SHARED[capability]
+                fits = fits and not over and not tiles
+                wrong = "  too much" * over + f"  {tiles} tiles are filled anew under a product" * (tiles > 0)
+                print(f"sm_{capability} {dtype} {name} {kernel}: {size / 1024:.0f} KiB{wrong}", flush=True)
+    return fits

@@ -1,0 +1,88 @@
+"""Measurements for our own pages."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Literal
+
+from headmax.cli.bench import say, sizes
+from headmax.cli.options import Device, File, Recipe, Seconds, Words, at_least, find_device, metavar, one_of
+
+DTYPES = ("bfloat16", "float32")
+
+
+def train(
+    recipe: Recipe = "softmax-gla-340m",
+    grid: Words = ("2048x16", "4096x8", "8192x4", "16384x2"),
+    rounds: int = 20,
+    limit: Seconds = 900.0,
+    out: File = None,
+) -> None:
+    """Time training steps beside flash-linear-attention in all its ways, first steps, and kernels by kind.
+
+    Args:
+        recipe: the model, named by its softmax twin or its plain backbone.
+        grid: sequence lengths x batch sizes.
+        rounds: timed steps of each model, interleaved.
+        limit: time limit of each process.
+        out: append the records to this file.
+    """
+    from headmax import recipes, records
+    from headmax.bench.train import Plan
+    from lab.bench.train import bench
+
+    plain = recipes.get(recipe).name.removeprefix("softmax-")
+    at_least(1, rounds=rounds, limit=limit)
+    find_device("cuda", "python -m lab bench train")
+    if out is not None:
+        records.check(out)
+    for record in bench(Plan(plain, sizes(grid), rounds), limit, say):
+        say(record.line())
+        if out is not None:
+            records.append(out, [record])
+
+
+def drift(
+    recipe: Recipe = "softmax-gla-340m",
+    tokens: int = 16_384,
+    device: Device = "auto",
+    dtype: Literal["bfloat16", "float32"] = "bfloat16",
+    out: File = None,
+) -> None:
+    """Measure how far logits move when states are kept in bfloat16.
+
+    Args:
+        recipe: the model, at random weights.
+        tokens: tokens that are fed.
+        device: where to run; auto takes a GPU if there is one.
+        dtype: precision of the weights.
+        out: append the records to this file.
+    """
+    import torch
+
+    from headmax import records
+    from lab.bench.drift import measure
+
+    at_least(32, tokens=tokens)
+    if out is not None:
+        records.check(out)
+    for record in measure(recipe, tokens, find_device(device), getattr(torch, dtype)):
+        say(record.line(width=58))
+        if out is not None:
+            records.append(out, [record])
+
+
+def fit(capability: Annotated[Literal[80, 86, 89, 90, 100, 120], metavar("CAPABILITY")], /, dtypes: Words = DTYPES) -> None:
+    """Compile the kernels for a GPU that is not at hand; exit code 1 if they do not fit.
+
+    Args:
+        capability: the GPU's compute capability, such as 89 for sm_89.
+        dtypes: precisions of what is computed.
+    """
+    one_of("dtypes", dtypes, DTYPES)
+    import torch
+
+    from lab.bench.fit import check
+
+    if not check(capability, [getattr(torch, name) for name in dtypes]):
+        sys.exit(1)

@@ -1,0 +1,72 @@
+"""The pages of this repository, from its records."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from headmax.cli.options import Folder, OutFile, OutFolder, metavar
+
+PAGES = (Path("README.md"), Path("docs/training.md"), Path("docs/performance.md"), Path("docs/choosing-gates.md"))
+"""Those with generated sections."""
+
+
+def readme(paths: Annotated[tuple[Path, ...], metavar("FILE [FILE ...]")] = PAGES) -> None:
+    """Render the generated sections of the README and the docs.
+
+    Args:
+        paths: files with generated sections to render.
+    """
+    from lab.pages.readme import update
+
+    update(paths)
+
+
+def report(page: OutFile = Path("docs/reproduction.md"), results: Folder = None) -> None:
+    """Write the page of the reproduction from records.
+
+    Args:
+        page: file to write; pictures go into images/reproduction next to it.
+        results: folder with records (.jsonl); the repository's own unless given.
+    """
+    from lab import RESULTS
+    from lab.pages.report import write
+
+    write(page, results or RESULTS)
+    print(f"lab: wrote {page}")
+
+
+def package() -> None:
+    """Write the records that the package needs into it."""
+    from lab.package import write
+
+    for path in write():
+        print(f"lab: wrote {path}")
+
+
+def tables(scale: Annotated[str, metavar("NAME")] = "6x512", form: Literal["markdown", "latex"] = "markdown") -> None:
+    """Render the paper's three tables with our own results.
+
+    Args:
+        scale: take our models of this scale, by the end of their names.
+        form: output format.
+    """
+    from headmax.eval.tables import render
+    from lab import EVALUATIONS
+    from lab.pages.report import CONTROLS
+
+    print(render((EVALUATIONS,), scale, form, CONTROLS), end="")
+
+
+def figures(out: OutFolder = Path("runs/figures"), results: Folder = None) -> None:
+    """Draw the paper's figures from records.
+
+    Args:
+        out: folder for the figures.
+        results: folder with records (.jsonl); the repository's own unless given.
+    """
+    from lab import RESULTS
+    from lab.pages import figures
+
+    for line in figures.reproduce(out, results or RESULTS):
+        print(line)

@@ -1,0 +1,1 @@
+"""This repository's pages out of its records: the README's and the docs' generated sections, docs/reproduction.md, figures."""

@@ -1,0 +1,348 @@
+"""Figures in the README and the docs, rendered from the committed records between `<!-- generated: name -->` and `<!-- end -->`."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from headmax import durable, records
+from headmax.demo import code, recall
+from headmax.demo.variants import RIVALS, VARIANTS
+from headmax.demo.verdict import Metric, mean_and_range
+from headmax.tables import markdown
+from lab import RESULTS
+from lab.package import DEMO, seed_scores
+from lab.pages.figures import TITLES
+from lab.pages.recommend import all_evidence, verdict
+from lab.pages.report import answers
+from lab.study.runs import LINEAR, Run, comparable
+from lab.study.statistics import LOSS, Results, relative, show, told_apart
+
+
+def kernels() -> str:
+    """Forward + backward of the ops on the CPU beside transformers' gated delta rule, and time per token over length."""
+    found = list(records.read(RESULTS / "kernels_cpu.jsonl"))
+    times = {(r.impl, r.metric.removesuffix("/forward+backward")): r for r in found if r.metric.endswith("/forward+backward")}
+    per_token = {(r.metric.split("/")[0], r.case): r.value for r in found if r.metric.endswith("/time per token")}
+    peer = times["hf", "gated_delta_rule"]
+    columns = ["op, forward + backward", "ms", "beside transformers' `torch_chunk_gated_delta_rule`", "time per token, T=32,768 / T=4,096"]
+    rows = [["transformers gated_delta_rule", f"{peer.value:.0f}", "1", ""]]
+    for (impl, op), record in times.items():
+        if impl == "headmax":
+            short, long = (per_token[op, f"B1T{time}H4K128V256-soft"] for time in (4096, 32768))
+            beside = f"{peer.value / record.value:.1f}x as fast" if op == "gated_delta_rule" else ""  # the peer's op; others do less
+            rows.append([f"headmax {op}", f"{record.value:.0f}", beside, f"{long / short:.2f}"])
+    return "\n".join([markdown(columns, rows), "", f"B=1 T=4096 H=4 K=128 V=256 float32, {peer.device}, commit {peer.commit}."])
+
+
+def percent(ratio: float, low: float, high: float) -> str:
+    """How far a ratio and its interval are above 1."""
+    return "{:+.1f}% ({:+.1f} to {:+.1f})".format(*(100 * (x - 1) for x in (ratio, low, high)))
+
+
+def kernels_gpu() -> str:
+    """The ops on a GPU as they are now, beside the peer's in the last run that had both, and what gates add."""
+    found = list(records.read(RESULTS / "kernels_h200.jsonl"))
+    now, ours = {(r.impl, *r.metric.split("/")): r for r in found}, {(r.metric, r.commit): r for r in found if r.impl == "headmax"}
+    columns = [
+        "op, forward; forward + backward",
+        "ms",
+        "with gates",
+        "commit",
+        "in a run with flash-linear-attention, ms",
+        "its, ms",
+        "as fast",
+        "its commit",
+    ]
+    rows = []
+    for op in dict.fromkeys(op for impl, op, _ in now if impl == "headmax"):
+        peer = [now["fla", op, metric] for metric in ("forward", "forward+backward")]
+        mine, beside = [now["headmax", op, r.metric.split("/")[1]] for r in peer], [ours[r.metric, r.commit] for r in peer]
+        last = now["headmax", op, "gated over plain"]
+        gates = [r for r in found if (r.case, r.metric, r.commit) == (last.case, last.metric, last.commit)]  # one a process
+        middle = statistics.median(r.value for r in gates)
+        low, high = min(r.extra["interval"][0] for r in gates), max(r.extra["interval"][1] for r in gates)
+        cells = [f"{op}, {last.case}", "; ".join(f"{r.value:.2f}" for r in mine), percent(middle, low, high) + f" [{len(gates)}]"]
+        cells += [
+            "; ".join(dict.fromkeys(r.commit[:7] for r in (*mine, last))),
+            *("; ".join(f"{r.value:.2f}" for r in run) for run in (beside, peer)),
+        ]
+        cells += ["; ".join(f"{b.value / a.value:.2f}x" for a, b in zip(beside, peer, strict=True)), peer[0].commit[:7]]
+        rows.append(cells)
+    note = "bfloat16; with gates: forward + backward, median of interleaved pairs with its 95% interval; in square brackets in how many\n"
+    note += "processes: of several, the median, and from the lowest edge of an interval to the highest."
+    return "\n".join([markdown(columns, rows), "", f"{note} {found[0].device}."])
+
+
+def steps() -> str:
+    """Whole training steps on a GPU, ours beside the peer's."""
+    found = list(records.read(RESULTS / "train_h200.jsonl"))
+    values = {(r.case, r.impl, r.metric): r for r in found}
+    columns = ["4096x8 tokens; no gates, softmax", "tokens/s", "time of gates", "GiB", "of the matmul rate"]
+    columns += ["flash-linear-attention, tokens/s", "GiB", "softmax as fast", "commit"]
+    rows = []
+    for recipe in ("gla-340m", "retnet-340m", "gdn-340m"):
+        case = f"{recipe} 4096x8"
+
+        def pair(impl: str, metric: str, form: str, case: str = case) -> str:
+            both = [values.get((case, impl, f"{variant}/{metric}")) for variant in ("plain", "softmax")]
+            return "; ".join("–" if record is None else f"{record.value:{form}}" for record in both)
+
+        speed, gates = "tokens per second", values[case, "headmax", "softmax over plain/time"]
+        ours, theirs = (values[case, impl, f"softmax/{speed}"] for impl in ("headmax", "fla"))
+        cells = [recipe, pair("headmax", speed, ",.0f"), percent(gates.value, *gates.extra["interval"])]
+        cells += [pair("headmax", "peak memory", ".1f"), pair("headmax", "MFU", ".0%"), pair("fla", speed, ",.0f")]
+        cells += [pair("fla", "peak memory", ".1f"), f"{ours.value / theirs.value:.2f}x"]
+        rows.append([*cells, "; ".join(dict.fromkeys(r.commit[:7] for r in (ours, gates, theirs)))])
+    other = next(r for r in found if r.metric == "transformer/tokens per second")
+    cold = [r for r in found if r.metric.endswith("first step, empty caches")]
+    first = ", ".join(f"{r.metric.split('/')[0]} {r.value:.0f} s" for r in cold)
+    note = [
+        f"Float32 parameters, bfloat16 compute, fused AdamW, {gates.device}; commits of our speed, of what gates take",
+        "and of theirs: where they differ, so do the runs. All steps are replayed as CUDA graphs; ours are compiled block by block,",
+        "flash-linear-attention's are not, have the gates put on by hand, and its GDN runs under Triton",
+        f"{theirs.extra['triton']}, since it refuses 3.6 on this GPU. Transformer++, timed with launches less far ahead of the GPU:",
+        f"{other.value:,.0f} tokens/s (commit {other.commit[:7]}). First step of {cold[0].case.split()[0]} with empty caches: {first}",
+        f"(commit {cold[0].commit[:7]}). Other lengths are in [the reproduction](reproduction.md#training).",
+    ]
+    return "\n".join([markdown(columns, rows), "", *note])
+
+
+def decoding() -> str:
+    """Time of a decoded token over batch and context on a GPU, plain backbone and softmax twin."""
+    found = list(records.read(RESULTS / "decode_h200.jsonl"))
+    values = {(r.case, r.metric): r for r in found}
+    columns = [
+        "softmax-gla-340m, batch",
+        "ms per token after 1,024 tokens",
+        "after 65,536",
+        "tokens/s",
+        "of the bandwidth",
+        "beside gla-340m",
+    ]
+    rows = []
+    for batch in (1, 8, 64, 256):
+        near, far = (values[f"softmax-gla-340m batch {batch} context {context}", "latency per token"] for context in (1024, 65536))
+        ratio = values[f"gla-340m batch {batch} context 1024", "softmax over plain/latency"].value
+        share = near.extra["of the bandwidth"]
+        cells = [f"{near.value:.3f}", f"{far.value:.3f}", f"{1e3 * batch / near.value:,.0f}", f"{share:.0%}", f"{ratio:.3f}"]
+        rows.append([str(batch), *cells])
+    whole = values["softmax-gla-340m batch 1 context 1024 decoded 16384", "end to end"]
+    note = f"bfloat16 weights, float32 state, {whole.device}, commit {whole.commit}. The bandwidth is that of a copy; the traffic is every"
+    note += f" weight once and every state twice. 16,384 tokens after a prompt of 1,024, as a user calls it: {whole.value:.1f} s."
+    others = []
+    for recipe in ("retnet-340m", "gdn-340m"):
+        first = values[f"softmax-{recipe} batch 1 context 1024", "latency per token"]
+        ratios = [
+            r.value for (case, metric), r in values.items() if case.startswith(f"{recipe} batch") and metric.startswith("softmax over")
+        ]
+        others.append(f"softmax-{recipe}: {first.value:.3f} ms at batch 1, at most {max(ratios):.3f} of {recipe} (commit {first.commit})")
+    return "\n".join([markdown(columns, rows), "", note, "", "; ".join(others) + ".", "", peers()])
+
+
+def peers() -> str:
+    """One sequence decoded by others, in one run."""
+    found = list(records.read(RESULTS / "decode_peers_h200.jsonl"))
+    times = {(r.impl, r.case.removesuffix(" batch 1 context 1024")): r for r in found if r.metric == "latency per token"}
+    mine = times["headmax", "softmax-gla-340m"]
+    names = {
+        ("headmax", "softmax-gla-340m"): "softmax-gla-340m, this engine",
+        ("headmax", "transformer-340m"): "transformer-340m, this engine, static key-value cache",
+        ("hf", "transformer-340m, static cache"): "Llama of that size, `generate`, static cache, compiled by transformers",
+        ("hf", "softmax-gla-340m, compiled"): "softmax-gla-340m, `generate`, blocks compiled",
+        ("fla", "gla-340m"): "flash-linear-attention's gla-340m, `generate`",
+    }
+    rows = [[name, f"{times[key].value:.3g}", f"{times[key].value / mine.value:.3g}x"] for key, name in names.items()]
+    table = markdown(["one sequence after 1,024 tokens", "ms per token", "beside this engine"], rows)
+    return "\n".join([table, "", f"One run, {mine.device}, commit {mine.commit}."])
+
+
+def gates() -> str:
+    """What the reproduction answers."""
+    return "\n".join(answers(Results(RESULTS)))
+
+
+def findings() -> str:
+    """The three contrasts that a reader asks for first, by backbone."""
+    results = Results(RESULTS)
+    contrasts = {
+        "softmax gates vs. no gates": ("softmax", "plain"),
+        "no gates, layer output scaled by 1/H, vs. no gates": ("uniform-read-after", "plain"),
+        "softmax gates vs. gates frozen at 1/H: competition alone": ("softmax", "uniform"),
+    }
+    rows = []
+    for contrast, (one, other) in contrasts.items():
+        differences = [relative(results.paired(LOSS, *comparable(Run(b, one), Run(b, other)))) for b in LINEAR]
+        cells = [f"**{show(x, 1, True)}**" if told_apart(x) else show(x, 1, True) for x in differences]
+        rows.append([contrast, *cells])
+    note = "Mean ± standard deviation over three seeds; 36M to 37M parameters, 17M tokens; lower is better.\n"
+    note += "Bold: the 95% interval excludes zero."
+    return "\n".join([markdown(["change in perplexity, %", *(TITLES[b] for b in LINEAR)], rows), "", note])
+
+
+def speed() -> str:
+    """Training steps of one commit, and the peer's."""
+    recipe, commit = "gdn-340m", "5b63018"
+    found = [r for r in records.read(RESULTS / "train_h200.jsonl") if r.case == f"{recipe} 4096x8" and r.commit.startswith(commit)]
+    values = {(r.impl, r.metric): r for r in found}
+    rows = []
+    names = {"headmax": "headmax, compiled", "fla": "flash-linear-attention, not compiled"}
+    for variant in ("plain", "softmax"):
+        for impl, name in names.items():
+            rate, memory = (values[impl, f"{variant}/{metric}"] for metric in ("tokens per second", "peak memory"))
+            gates = {"plain": "no gates", "softmax": "softmax gates" if impl == "headmax" else "softmax gates in plain PyTorch"}[variant]
+            rows.append([f"{name}, {gates}", f"{rate.value:,.0f}", f"{memory.value:.1f}"])
+    note = f"{found[0].device}, float32 parameters, bfloat16 compute, CUDA graphs, commit {commit}."
+    return "\n".join([markdown([f"{recipe}, 8 x 4096 tokens a step", "tokens/s", "GiB"], rows), "", note])
+
+
+def recommended() -> str:
+    """What the reproduction recommends."""
+    results = Results(RESULTS)
+    return "\n".join(verdict(results, all_evidence(results)))
+
+
+def demo() -> str:
+    """All recorded seeds of the demo."""
+    columns = ["bits per byte of held-out files, mean (range) over seeds", "no gates", "gates frozen at 1/H", "softmax gates"]
+    rows, notes = [], []
+    for case, seeds in seed_scores(DEMO, code.METRIC).items():
+        cells = [mean_and_range([scores[variant] for scores in seeds]) for variant in VARIANTS]
+        rows.append([f"{case}, {len(seeds)} seeds", *cells])
+        below = " and ".join(f"below {NAMES[rival]} in {code.METRIC.wins(seeds, rival)}" for rival in RIVALS)
+        notes.append(f"Softmax was {below} of {len(seeds)} seeds; {_source(code.METRIC)}.")
+    return "\n".join([markdown(columns, rows), "", *notes])
+
+
+def recall_demo() -> str:
+    """All recorded seeds of the recall demo."""
+    columns, rows = ["accuracy of associative recall", "seeds", *VARIANTS, "softmax above plain", "above uniform"], []
+    for case, seeds in seed_scores(DEMO, recall.METRIC).items():
+        cells = [f"{statistics.fmean(scores[variant] for scores in seeds):.3f}" for variant in VARIANTS]
+        rows.append([case, str(len(seeds)), *cells, *(str(recall.METRIC.wins(seeds, rival)) for rival in RIVALS)])
+    note = f"Held-out accuracy, averaged over training (so that faster learning counts) and over seeds; {_source(recall.METRIC)}."
+    return "\n".join([markdown(columns, rows), "", note])
+
+
+NAMES = {"plain": "no gates", "uniform": "frozen gates"}
+
+
+def _source(metric: Metric) -> str:
+    """Commits, and Python versions where they matter, of a demo's records."""
+    found = [r for r in records.read(DEMO) if r.metric == metric.record]
+    versions = dict.fromkeys(r.extra["python"] for r in found if "python" in r.extra)
+    return ", ".join([*versions, f"commit {', '.join(dict.fromkeys(r.commit[:7] for r in found))}"])
+
+
+def training() -> str:
+    """A real run, beside the step alone."""
+    found = list(records.read(RESULTS / "training_h200.jsonl"))
+    values = {r.metric: r for r in found}
+    run, speed, alone = values["tokens"], values["tokens per second"], values["softmax/tokens per second"]
+    entropy = {gate: values[f"{gate} gate entropy"] for gate in ("read", "write")}
+    dead = [f"{heads} of {where}" for r in entropy.values() for where, heads in r.extra["dead"].items()]
+    rows = {
+        "tokens, steps, skipped": f"{run.value:,.0f}, {run.extra['steps']:,}, {run.extra['skipped']}",
+        "tokens/s; of the step alone, random tokens": f"{speed.value:,.0f}; {alone.value:,.0f} ({speed.value / alone.value:.1%})",
+        "validation perplexity": f"{values['validation perplexity'].value:.1f}",
+        "loss spikes; gradient-norm peaks": f"{values['loss spikes'].value:.0f}; {values['gradient peaks'].value:.0f}",
+        "mean entropy of read and write gates": " and ".join(f"{r.value:.2f}" for r in entropy.values()),
+        "dead heads": ", ".join(dead) or "none",
+    }
+    return "\n".join(
+        [
+            markdown([run.case, ""], list(rows.items())),
+            "",
+            f"{run.device}, commit {run.commit}, records in `lab/results/training_h200.jsonl`.",
+        ]
+    )
+
+
+def gate_cost() -> str:
+    """What gates add to each kernel."""
+    found = list({r.metric: r for r in records.read(RESULTS / "kernels_h200.jsonl") if "gated" in r.extra}.values())
+    rows = []
+    for op in dict.fromkeys(r.metric.split("/")[0] for r in found):
+        mine = [r for r in found if r.metric.startswith(f"{op}/")]
+        mine = [r for r in mine if r.commit == mine[-1].commit]
+        plain, gated = sum(r.value for r in mine), sum(r.extra["gated"] for r in mine)
+        added = f"{gated - plain:+.0f} ({100 * (gated / plain - 1):+.1f}%)"
+        rows.append([f"**{op}** ({mine[-1].commit[:7]})", "", f"{plain:.0f}", added])
+        for r in mine:
+            if (more := r.extra["gated"] - r.value) >= 1:
+                rows.append([r.metric.split("/")[1], f"{r.extra['launches']:.0f}", f"{r.value:.0f}", f"{more:+.0f}"])
+    note = f"Device time of a forward and a backward pass, B=8 T=4096 H=4, {found[-1].device}; commits in brackets."
+    table = markdown(["op, kernel", "launches", "us, no gates", "gates add"], rows)
+    return "\n".join([table, "", f"{note} Kernels to which gates add less than 1 us are in the sums alone."])
+
+
+def profile() -> str:
+    """What each kernel of GLA keeps busy."""
+    found = list(records.read(RESULTS / "profile_h200.jsonl"))
+    shown = {"DRAM bytes": "{:.0f}", "DRAM": "{:.0%}", "L2 bytes": "{:.0f}", "L2": "{:.0%}", "issue slots": "{:.0%}", "warps": "{:.1f}"}
+    columns = ["kernel", "us", "MB of memory", "of its bandwidth", "MB through the L2", "of its throughput", "issue slots", "warps"]
+    rows = []
+    for r in found:
+        cells = [form.format(r.extra[name] / (1e6 if "bytes" in name else 1)) for name, form in shown.items()]
+        rows.append([r.metric.split("/")[1], f"{r.value:.0f}", *cells])
+    note = f"gla with gates, B=8 T=4096 H=4, {found[0].device}, commit {found[0].commit[:7]}, counted by Nsight Compute;"
+    return "\n".join(
+        [
+            markdown(columns, rows),
+            "",
+            f"{note} issue slots in use\nand warps that are there, of each of a multiprocessor's four schedulers.",
+        ]
+    )
+
+
+def step_time() -> str:
+    """Where a training step's time goes, without gates and with."""
+    found = [r for r in records.read(RESULTS / "train_h200.jsonl") if r.impl == "headmax" and "/device time/" in r.metric]
+    times = {(r.case, *r.metric.split("/device time/")): r.value for r in found}
+    recipes, kinds = (list(dict.fromkeys(key[n] for key in times)) for n in (0, 2))
+
+    def row(name: str, of: Sequence[str]) -> list[str]:
+        cells: list[str] = []
+        for case in recipes:
+            plain, gated = (sum(times.get((case, variant, kind), 0.0) for kind in of) for variant in ("plain", "softmax"))
+            cells += [f"{plain:.1f}", f"{gated - plain:+.2f}".replace("-", "−")]
+        return [name, *cells]
+
+    rows = [row(f"`{kind}`" if "." in kind else kind, [kind]) for kind in kinds] + [row("**all kernels**", kinds)]
+    table = markdown(["ms on the GPU", *(name for case in recipes for name in (case, "gates add"))], rows)
+    commits = ", ".join(dict.fromkeys(r.commit[:7] for r in found))
+    return "\n".join([table, "", f"{found[0].device}, commit {commits}."])
+
+
+SECTIONS: dict[str, Callable[[], str]] = {
+    "kernels": kernels,
+    "kernels_gpu": kernels_gpu,
+    "steps": steps,
+    "gate_cost": gate_cost,
+    "profile": profile,
+    "step_time": step_time,
+    "decoding": decoding,
+    "findings": findings,
+    "speed": speed,
+    "gates": gates,
+    "recommended": recommended,
+    "demo": demo,
+    "recall_demo": recall_demo,
+    "training": training,
+}
+
+
+def render(text: str) -> str:
+    """`text` with every generated section rendered anew."""
+
+    def section(match: re.Match[str]) -> str:
+        return f"<!-- generated: {match[1]} -->\n{SECTIONS[match[1]]()}\n<!-- end -->"
+
+    return re.sub(r"<!-- generated: (\w+) -->\n.*?<!-- end -->", section, text, flags=re.DOTALL)
+
+
+def update(paths: Iterable[Path]) -> None:
+    for path in paths:
+        durable.write(path, render(durable.read_text(path)))

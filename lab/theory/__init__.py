@@ -1,0 +1,1 @@
+"""The paper's proposition and theorems as experiments, and their pictures."""

@@ -1,0 +1,1 @@
+"""What a training run would take: memory, step time, days, GPU-hours."""

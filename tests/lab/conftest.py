@@ -1,0 +1,59 @@
+"""Runs small enough for a processor, and a folder as `headmax data prepare` writes it, by a tokenizer of the tests' own."""
+
+import functools
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from headmax.data.folder import ShardWriter
+from headmax.data.shards import FORMAT, INDEX, Index
+from lab.__main__ import LAB
+from lab.study import run, runs
+from lab.study.runs import Run
+from tests import command_line
+from tests.command_line import Called
+from tests.eval.conftest import data_dir as eval_data
+from tests.eval.conftest import one_thread, sentence, tokenizer
+
+__all__ = ["eval_data", "one_thread", "tokenizer"]
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    tokenizer.save_pretrained(folder)
+    rng, splits = random.Random(0), {}
+    for split, documents in (("train", 400), ("valid", 40)):
+        writer = ShardWriter(folder, f"{split}-00000", np.dtype(np.uint16))
+        for _ in range(documents):
+            writer.add(np.array([0, *tokenizer.encode(" ".join(sentence(rng, 12) for _ in range(10)))]), np.array([0]))
+        splits[split] = (writer.finish(),)
+    index = Index(FORMAT, "test", "uint16", len(tokenizer), 0, "", {}, splits)
+    (folder / INDEX).write_bytes(index.dump())
+    return folder
+
+
+@pytest.fixture
+def lab() -> Called:
+    """`python -m lab` in this process: its exit code, output and errors."""
+    return functools.partial(command_line.run, program=LAB)
+
+
+def tiny(seed: int) -> Iterator[Run]:
+    yield from (Run("gla", variant, "1x32", seed=seed, steps=12) for variant in ("plain", "softmax"))
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two seeds of two models, and a recall of two."""
+    for name, value in {"LENGTH": 64, "BATCH": 2, "RATE_STEPS": 4, "RECALL_STEPS": 3, "NEEDLE_STEPS": 2, "SEEDS": (0, 1)}.items():
+        monkeypatch.setattr(runs, name, value)
+    monkeypatch.setattr(runs, "SIZES", ("1x32",) * 3)
+    monkeypatch.setattr(runs, "RATES", {"text": (1e-3, 1e-2), "recall": (1e-3, 1e-2)})
+    monkeypatch.setattr(runs, "RECALL_SETTINGS", ((4, 2),))
+    monkeypatch.setitem(runs.PARTS, "language", tiny)
+    monkeypatch.setattr(run, "RECORDS", tmp_path / "results" / "reproduction.jsonl")

@@ -1,0 +1,66 @@
+"""Measurements for our own pages, as far as a machine without a GPU can tell."""
+
+import pickle
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+from headmax import records
+from headmax.bench.train import groups
+from lab.bench.train import kind_of, peers
+from tests.command_line import Called
+
+
+def test_a_steps_kernels_are_sorted_by_what_they_are_for() -> None:
+    names = {
+        "nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_NTN": "matrix products",
+        "triton_poi_fused_add_mul_7": "compiled passes",
+        "query_key_gradients_kernel": "headmax.ops",
+        "split_gates_kernel": "headmax.ops",
+        "cross_entropy_kernel": "headmax.layers",
+        "short_conv_kernel": "headmax.layers",
+        "Memset (Device)": "optimizer and others",
+        "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>": "optimizer and others",
+    }
+    pytest.importorskip("triton")
+    for module in ("ops.triton_decayed", "ops.head_gate.triton_gate", "layers.triton_loss", "layers.triton_conv"):  # a step has them
+        import_module(f"headmax.{module}")
+    assert {name: kind_of(name) for name in names} == names
+
+
+def test_models_reach_the_processes_that_measure_them() -> None:
+    """They are pickled on the way, so that none may be a lambda."""
+    processes = groups("gla-tiny", "fla") | peers("gla-tiny")
+    assert list(processes) == ["headmax", "fla", "fla-compiled", "transformer", "fla-bfloat16", "fla-gates"]
+    there = pickle.loads(pickle.dumps(processes))
+    assert there["headmax"]["headmax", "softmax"]().config.head_gate is not None
+    assert list(groups("gla-tiny", "none")) == ["headmax", "transformer"]
+
+
+def test_drift_is_measured_after_a_sixteenth_and_every_doubling(lab: Called, tmp_path: Path) -> None:
+    done = lab(
+        "bench",
+        "drift",
+        "--recipe",
+        "softmax-gla-tiny",
+        "--tokens",
+        "32",
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+        "--out",
+        tmp_path / "r.jsonl",
+    )
+    assert done.returncode == 0, done.stderr
+    found = list(records.read(tmp_path / "r.jsonl"))
+    assert [record.case for record in found] == [f"softmax-gla-tiny after {n} tokens" for n in (2, 4, 8, 16, 32)]
+    assert all(record.value > 0 for record in found)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says that there is no GPU")
+def test_steps_need_a_gpu(lab: Called) -> None:
+    done = lab("bench", "train")
+    assert (done.returncode, done.stderr) == (2, "lab: python -m lab bench train needs a CUDA GPU: this machine has cpu\n")
