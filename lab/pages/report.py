@@ -13,7 +13,7 @@ from statistics import mean
 from headmax import durable
 from headmax.eval import tables
 from headmax.eval.tables import PAPER
-from headmax.recipes.language import HEADS_STUDY, SCALES, backbones
+from headmax.recipes.language import HEADS_STUDY, SCALES
 from headmax.records import Record
 from headmax.tables import Table, markdown
 from headmax.train.metrics import STABILITY
@@ -25,6 +25,7 @@ from lab.pages.recommend import recommendation
 from lab.study.needles import LENGTHS
 from lab.study.run import best
 from lab.study.runs import (
+    BACKBONES,
     BATCH,
     EPS,
     HEADS,
@@ -79,7 +80,7 @@ def setup(results: Results) -> Lines:
     yield f"Runs of {SHORT} steps (heads, sizes, and RetNet and GDN with a read gate after the norm) have plain models of their own, since"
     yield "they may have read other texts, as the checksum in their records says; nothing is compared across texts but the learning rates."
     yield ""
-    rates = {TITLES[b]: Run(b).rates() for b in backbones()}
+    rates = {TITLES[b]: Run(b).rates() for b in BACKBONES}
     rates |= {f"{TITLES[b]}, {WORDS[v]}": Run(b).rates(v) for b in LINEAR for v in KINDS[1:3]}
     yield tried(results, rates)
     yield ""
@@ -125,7 +126,7 @@ def language(results: Results) -> Lines:
     variants = [*KINDS, "uniform-read-after"]
     rows = [
         [TITLES[b], *(show(perplexity(results.seeds(LOSS, Run(b, v)))) if b != "transformer" or v == "plain" else "" for v in variants)]
-        for b in backbones()
+        for b in BACKBONES
     ]
     yield markdown(["validation perplexity", *(WORDS[v] for v in variants)], rows)
     yield ""
@@ -346,7 +347,7 @@ def full_scale(results: Results) -> Lines:
 def commands() -> Lines:
     """One for each study of the paper."""
     studies = {
-        "the three tables": [f"{gate}{b}-340m" for b in backbones() for gate in ("", "softmax-") if gate + b != "softmax-transformer"],
+        "the three tables": [f"{gate}{b}-340m" for b in BACKBONES for gate in ("", "softmax-") if gate + b != "softmax-transformer"],
         "scaling": [f"{gate}gla-{scale}" for scale in SCALES if scale not in ("tiny", "340m") for gate in ("", "softmax-")],
         "heads": [f"{gate}gla-110m-h{n}" for n in HEADS_STUDY for gate in ("", "softmax-")],
     }

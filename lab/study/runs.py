@@ -20,6 +20,8 @@ STEPS, SHORT, RATE_STEPS, NEEDLE_STEPS, RECALL_STEPS = 512, 384, 160, 100, 2000
 RATES = {"text": (5e-4, 1e-3, 2e-3, 4e-3), "recall": (3e-4, 1e-3, 3e-3, 1e-2)}
 """Learning rates that each backbone tries."""
 SEEDS = (0, 1, 2)
+BACKBONES = ("transformer", "retnet", "gla", "gdn")
+"""Those of the paper, by their names in recipes."""
 LINEAR = ("gla", "retnet", "gdn")
 GATES: tuple[Literal["softmax", "uniform", "sigmoid"], ...] = ("softmax", "uniform", "sigmoid")
 VARIANTS: dict[str, HeadGateConfig | None] = {
@@ -49,7 +51,7 @@ class Run:
     """One training. Runs of equal fields are the same run, whichever part asks for it."""
 
     backbone: str
-    """Of `backbones`."""
+    """Of `BACKBONES`."""
     variant: str = "plain"
     """Of `VARIANTS`."""
     size: str = "6x512"
@@ -177,7 +179,7 @@ def recall(seed: int) -> Iterator[Run]:
 
 def rates(seed: int) -> Iterator[Run]:
     if seed == 0:
-        yield from (rate for backbone in backbones() for rate in Run(backbone).rates())
+        yield from (rate for backbone in BACKBONES for rate in Run(backbone).rates())
 
 
 def recall_rates(seed: int) -> Iterator[Run]:

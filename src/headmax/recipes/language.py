@@ -38,11 +38,13 @@ def recipe(backbone: str, scale: str, *, softmax: bool = False, num_heads: int |
     """`backbone` at `scale`, with the paper's gates if `softmax`; `num_heads` gives the heads study."""
     layers, hidden = SCALES[scale]
     name = f"{'softmax-' if softmax else ''}{backbone}-{scale}" + (f"-h{num_heads}" if num_heads else "")
+    kind = backbones()[backbone]
+    heads = 4 if kind.recipe_head_dim is None else max(4, hidden // kind.recipe_head_dim)
     model = HeadmaxConfig(
-        mixer=backbones()[backbone].name,
+        mixer=kind.name,
         hidden_size=hidden,
         num_hidden_layers=layers,
-        num_heads=num_heads or 4,
+        num_heads=num_heads or heads,
         head_gate=HeadGateConfig() if softmax else None,
     )
     return Recipe(name, model, TINY if scale == "tiny" else TrainConfig())

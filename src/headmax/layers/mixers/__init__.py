@@ -5,10 +5,11 @@ from headmax.layers.mixers.base import MixerOutput, RecurrentMixer
 from headmax.layers.mixers.config import MixerConfig
 from headmax.layers.mixers.gated_deltanet import GatedDeltaNet, GatedDeltaNetConfig
 from headmax.layers.mixers.gla import GatedLinearAttention, GLAConfig
+from headmax.layers.mixers.kda import KDAConfig, KimiDeltaAttention
 from headmax.layers.mixers.linear import LinearAttention, LinearAttentionConfig
 from headmax.layers.mixers.retnet import RetNet, RetNetConfig
 
-KINDS: tuple[type[MixerConfig], ...] = (AttentionConfig, LinearAttentionConfig, RetNetConfig, GLAConfig, GatedDeltaNetConfig)
+KINDS: tuple[type[MixerConfig], ...] = (AttentionConfig, LinearAttentionConfig, RetNetConfig, GLAConfig, GatedDeltaNetConfig, KDAConfig)
 MIXERS: dict[str, type[MixerConfig]] = {kind.name: kind for kind in KINDS}
 """Every kind of mixer by name. One of your own: `MIXERS["mine"] = MineConfig`, in a module that your package names as an entry point of
 the group "headmax.mixers" (docs/ecosystem.md)."""
@@ -21,6 +22,8 @@ __all__ = [
     "GatedDeltaNet",
     "GatedDeltaNetConfig",
     "GatedLinearAttention",
+    "KDAConfig",
+    "KimiDeltaAttention",
     "LinearAttention",
     "LinearAttentionConfig",
     "MixerConfig",

@@ -123,7 +123,7 @@ class Projected(NamedTuple):
     side: tuple[Tensor, ...]
     """What decays and strengths are made from, as the mixer's `side` names them."""
     swish: Tensor | None
-    """The gate of the output, [B,T,HV*V], if there is one."""
+    """The gate of the output before its activation, [B,T,HV*V], if there is one."""
     read: Tensor | None
     """The head gates [B,T,HV]: what a token reads from each head,"""
     write: Tensor | None
@@ -282,9 +282,13 @@ class RecurrentMixer(Initialized):
         q, k, v = convolved.qkv
         q, k = (y.unflatten(-1, (-1, self.head_k_dim)) for y in (q, k))
         read, write = self.gates(q, k, x, convolved.scores if scores is None else scores)
-        swish = None if self.g_proj is None else self.g_proj(x)
+        swish = self.output_gate(x)
         v = v.unflatten(-1, (-1, self.head_v_dim))
         return Projected(q, k, v, tuple(parts[1:]), swish, read, write, convolved.conv, unit_length=convolved.unit_length)
+
+    def output_gate(self, x: Tensor) -> Tensor | None:
+        """The gate of the output before its activation, [B,T,HV*V], if there is one."""
+        return None if self.g_proj is None else self.g_proj(x)
 
     def score_rows(self) -> Tensor | None:
         """The gates' scores as a matrix on the hidden state [gates * HV, E], where they are linear in it."""

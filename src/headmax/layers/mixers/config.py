@@ -40,6 +40,8 @@ class MixerConfig:
     """In names of recipes: "gdn"."""
     language: ClassVar[bool] = True
     """Whether there are language-model recipes of it, beside those of recall."""
+    recipe_head_dim: ClassVar[int | None] = None
+    """Width of the heads in its language-model recipes, at least 4 of them; unless given there are 4, as in the paper."""
     gated: ClassVar[bool] = True
     """Whether it takes head gates."""
     mlp_ratio: ClassVar[float] = 4.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Unpack
@@ -44,6 +45,12 @@ class GatedDeltaNetConfig(RecurrentConfig):
         return GatedDeltaNet(hidden_size, num_heads, self, **options)
 
 
+def initial_step(like: Tensor) -> Tensor:
+    """Values whose softplus is log-uniform in (0.001, 0.1)."""
+    step = torch.exp(torch.empty_like(like).uniform_(math.log(1e-3), math.log(1e-1)))
+    return step + torch.log(-torch.expm1(-step))
+
+
 class GatedDeltaNet(RecurrentMixer):
     """S' = α_t S_{t-1} ;  u_t = β_t (G^K_t v_t - k_t S') ;  S_t = S' + k_t^T u_t ;  o_t = (G^Q_t q_t) S_t
 
@@ -67,8 +74,7 @@ class GatedDeltaNet(RecurrentMixer):
     def initial_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """A uniform in (0, 16); softplus(dt_bias) log-uniform in (0.001, 0.1), as Mamba-2 starts."""
         yield self.A_log, torch.empty_like(self.A_log).uniform_(1e-4, 16).log()
-        step = torch.exp(torch.empty_like(self.dt_bias).uniform_(-6.9077553, -2.3025851))
-        yield self.dt_bias, step + torch.log(-torch.expm1(-step))
+        yield self.dt_bias, initial_step(self.dt_bias)
 
     def convolve(
         self,

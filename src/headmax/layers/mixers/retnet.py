@@ -76,8 +76,7 @@ class RetNet(RecurrentMixer):
         q, k, rest = turned(product, rotary, self.num_heads, self.head_k_dim, self.backend)
         read, write = self.gates(q, k, x, None if rows is None else rest[..., : len(rows)])
         v = self.v_proj(x).unflatten(-1, (-1, self.head_v_dim))
-        swish = None if self.g_proj is None else self.g_proj(x)
-        return Projected(q, k, v, (), swish, read, write, (), tokens)
+        return Projected(q, k, v, (), self.output_gate(x), read, write, (), tokens)
 
     def recurrence(self, p: Projected) -> Recurrence:
         return Recurrence(linear_attention, (p.q, p.k, p.v, self.log_decay(p.q.device, compute_dtype(p.q.dtype))))
