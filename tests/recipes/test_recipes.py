@@ -10,12 +10,12 @@ from headmax.recipes.summary import summarize
 from headmax.train import OptimConfig, ScheduleConfig, TrainConfig
 
 
-def test_all_names_of_the_paper_are_there() -> None:
+def test_all_names_of_the_paper_are_there_and_kda() -> None:
     scales = ("tiny", "80m", "110m", "170m", "340m")
-    families = ("transformer", "retnet", "softmax-retnet", "gla", "softmax-gla", "gdn", "softmax-gdn")
+    families = ("transformer", *(f"{soft}{b}" for soft in ("", "softmax-") for b in ("retnet", "gla", "gdn", "kda")))
     expected = {f"{family}-{scale}" for family in families for scale in scales}
     expected |= {f"{family}-110m-h{heads}" for family in ("gla", "softmax-gla") for heads in (4, 8, 16)}
-    recall = {"mqar-transformer", *(f"mqar-{soft}{b}" for soft in ("", "softmax-") for b in ("linear", "retnet", "gla", "gdn"))}
+    recall = {"mqar-transformer", *(f"mqar-{soft}{b}" for soft in ("", "softmax-") for b in ("linear", "retnet", "gla", "gdn", "kda"))}
     assert set(recipes.names()) == expected | recall
 
 
