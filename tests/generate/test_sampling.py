@@ -135,7 +135,7 @@ def test_the_penalty_is_hugging_faces_and_counts_new_tokens_too() -> None:
 def test_log_probabilities_are_the_models_own() -> None:
     sampler = Sampler(1, 6, torch.device("cpu"))
     sampler.set([Sampling(temperature=3.0, top_k=2)], [torch.empty(0, dtype=torch.int64)])
-    token, value = sampler(LOGITS + 7, torch.tensor([0]), Features.of([Sampling(top_k=2)], True))
+    token, value, _ = sampler(LOGITS + 7, torch.tensor([0]), Features.of([Sampling(top_k=2)], True))
     assert value is not None
     assert float(value) == pytest.approx(math.log(LOGITS[0].exp()[int(token)]), abs=1e-5)
 
