@@ -9,7 +9,7 @@ import headmax
 
 SOURCE = Path(headmax.__file__).parent
 LEVEL = {"ops": 0, "data": 1, "records": 0, "durable": 0, "fields": 0, "layers": 1, "models": 2, "train": 3, "generate": 3, "recipes": 4}
-LEVEL |= {"analysis": 5, "demo": 6, "bench": 7, "eval": 7, "reproduce": 8, "cli": 9}
+LEVEL |= {"analysis": 5, "demo": 6, "bench": 7, "eval": 7, "reproduce": 8, "serve": 8, "cli": 9}
 EXTRAS = [
     "matplotlib",
     "datasets",

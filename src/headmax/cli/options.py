@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -55,6 +56,30 @@ def counted(least: int) -> Any:
 
 
 COUNT, COUNT_OR_ZERO = counted(1), counted(0)
+UNITS = (
+    {"": 1, "B": 1}
+    | {f"{letter}iB": 2 ** (10 * n) for n, letter in enumerate("KMGT", 1)}
+    | {f"{x}B": 1000**n for n, x in enumerate("KMGT", 1)}
+)
+
+
+def size(text: str) -> int:
+    """An amount of memory: 500MB, 2GiB, 0."""
+    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?) ?([KMGT]?i?B?)", text.strip())
+    if found is None or found[2] not in UNITS:
+        raise ValueError(f"must be an amount of memory such as 500MB or 2GiB, got {text!r}")
+    return round(float(found[1]) * UNITS[found[2]])
+
+
+SIZE = PrimitiveConstructorSpec(
+    nargs=1,
+    metavar="SIZE",
+    instance_from_str=lambda given: size(given[0]),
+    is_instance=lambda value: isinstance(value, int),
+    str_from_instance=lambda value: [
+        f"{value // 2**30}GiB" if value and value % 2**30 == 0 else f"{value // 2**20}MiB" if value and value % 2**20 == 0 else str(value)
+    ],
+)
 
 
 def utf8(text: str) -> str:
@@ -89,6 +114,7 @@ Seconds = Annotated[float, metavar("SECONDS")]
 OptionalSeconds = Annotated[float | None, metavar("SECONDS")]
 Count = Annotated[int, COUNT, metavar("TOKENS")]
 OptionalCount = Annotated[int | None, COUNT, metavar("TOKENS")]
+Size = Annotated[int, SIZE, metavar("SIZE")]
 Words = Annotated[tuple[str, ...], separated(str, "A,B"), metavar("A,B"), COMMA_SEPARATED]
 Numbers = Annotated[tuple[int, ...], separated(int, "N,N"), metavar("N,N"), COMMA_SEPARATED]
 
