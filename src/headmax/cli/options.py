@@ -56,11 +56,8 @@ def counted(least: int) -> Any:
 
 
 COUNT, COUNT_OR_ZERO = counted(1), counted(0)
-UNITS = (
-    {"": 1, "B": 1}
-    | {f"{letter}iB": 2 ** (10 * n) for n, letter in enumerate("KMGT", 1)}
-    | {f"{x}B": 1000**n for n, x in enumerate("KMGT", 1)}
-)
+UNITS = {"": 1, "B": 1}
+UNITS |= {f"{letter}iB": 1024**n for n, letter in enumerate("KMGT", 1)} | {f"{letter}B": 1000**n for n, letter in enumerate("KMGT", 1)}
 
 
 def size(text: str) -> int:
@@ -71,14 +68,18 @@ def size(text: str) -> int:
     return round(float(found[1]) * UNITS[found[2]])
 
 
+def shown_size(amount: int) -> str:
+    """As `size` reads it, in the largest unit that it is a multiple of."""
+    units = [unit for unit, scale in UNITS.items() if unit.endswith("iB") and amount and amount % scale == 0]
+    return f"{amount // UNITS[units[-1]]}{units[-1]}" if units else str(amount)
+
+
 SIZE = PrimitiveConstructorSpec(
     nargs=1,
     metavar="SIZE",
     instance_from_str=lambda given: size(given[0]),
     is_instance=lambda value: isinstance(value, int),
-    str_from_instance=lambda value: [
-        f"{value // 2**30}GiB" if value and value % 2**30 == 0 else f"{value // 2**20}MiB" if value and value % 2**20 == 0 else str(value)
-    ],
+    str_from_instance=lambda value: [shown_size(value)],
 )
 
 

@@ -46,7 +46,8 @@ def _to_host(x: Tensor) -> Tensor:
 def _copy(slots: RecurrentSlots | AttentionSlots, length: int) -> State:
     if isinstance(slots, AttentionSlots):
         return AttentionState(slots.keys[:, :, :length].clone(), slots.values[:, :, :length].clone())
-    return RecurrentState(slots.recurrent.clone(), tuple(x.clone() for x in slots.conv))
+    recurrent = slots.recurrent.to(torch.promote_types(slots.recurrent.dtype, torch.float32), copy=True)  # as prompts leave them
+    return RecurrentState(recurrent, tuple(x.clone() for x in slots.conv))
 
 
 class Step:

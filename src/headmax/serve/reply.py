@@ -98,7 +98,8 @@ class Reply:
     def chunk(self, choice: Continuation) -> dict[str, Any] | None:
         """What is new of a choice, if anything is."""
         ended, news = choice.finish is not None and not choice.closed, choice.news()
-        if not ended and not any(news):
+        scored, named = self.logprobs is not None and news.scores, self.token_ids and news.tokens
+        if not (ended or news.text or scored or named):
             return None
         choice.closed = choice.finish is not None
         return {**self.head, "object": self.chunk_object, "choices": [self._part(choice, news)]}
