@@ -74,6 +74,11 @@ def job(prompt: list[int], new: int = 10, seeds: tuple[int, ...] = (0,), **optio
     return caller
 
 
+def kept(scheduler: Scheduler, text: list[int]) -> bool:
+    """Whether the prefix cache has the states after a text."""
+    return scheduler.cache is not None and scheduler.cache.has(torch.tensor(text))
+
+
 def submit(scheduler: Scheduler, *callers: Caller) -> tuple[Caller, ...]:
     scheduler.submit(*(caller.job for caller in callers))
     return callers
@@ -103,10 +108,7 @@ class Running:
     url: str
     service: Service
     server: Server
-
-    @property
-    def client(self) -> openai.OpenAI:
-        return openai_client(self.url)
+    client: openai.OpenAI
 
     @property
     def scheduler(self) -> Scheduler:
@@ -144,7 +146,9 @@ def serving(model: HeadmaxForCausalLM | None = None, template: str | None = TEMP
     thread.start()
     try:
         assert soon(lambda: server.started)
-        yield Running(f"http://127.0.0.1:{address.getsockname()[1]}", service, server)
+        url = f"http://127.0.0.1:{address.getsockname()[1]}"
+        with openai_client(url) as client:
+            yield Running(url, service, server, client)
     finally:
         server.should_exit = True
         thread.join(SECONDS)

@@ -7,6 +7,7 @@ import logging
 import platform
 import signal
 import socket
+import threading
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -88,7 +89,8 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        before = {number: signal.signal(number, self._told) for number in (signal.SIGTERM, signal.SIGINT)}
+        alone = threading.current_thread() is threading.main_thread()  # signals reach no other
+        before = {number: signal.signal(number, self._told) for number in (signal.SIGTERM, signal.SIGINT) if alone}
         try:
             yield
         finally:
