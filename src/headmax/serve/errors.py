@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 KINDS = {401: "authentication_error", 404: "not_found_error", 408: "timeout_error", 500: "server_error", 503: "server_error"}
 
@@ -24,6 +25,13 @@ class ApiError(Exception):
     def response(self) -> Response:
         headers = {401: {"www-authenticate": "Bearer"}, 503: {"retry-after": "1"}}.get(self.status)
         return json_response(self.body(), self.status, headers)
+
+
+class NoResponse(Response):
+    """For a caller who has gone."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        pass
 
 
 def to_json(content: Any) -> bytes:

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from headmax.serve.errors import ApiError, json_response, to_json
+from headmax.serve.errors import ApiError, NoResponse, json_response, to_json
 from headmax.serve.inbox import Inbox, Mail
 from headmax.serve.job import Closed, Ended, Event, Failed, Full, Job, NewToken, Read
 from headmax.serve.reply import Reply
@@ -83,7 +83,7 @@ class Exchange:
                 collecting.result()
                 return json_response(self.reply.whole())
             if leaving in done:
-                return Response(status_code=400)
+                return NoResponse()
             raise too_long(self.timeout)
         finally:
             self.cancel()

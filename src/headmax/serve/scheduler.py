@@ -171,8 +171,8 @@ class Scheduler:
     def _tell(self, job: Job, event: Event) -> None:
         try:
             job.listen(event)
-        except Exception:  # a listener that fails is as good as gone
-            logger.exception("a listener failed")
+        except Exception as error:  # a listener that fails is as good as gone
+            logger.warning("a listener failed: %s", error)
             self.cancel(job)
 
     def _admit(self) -> bool:

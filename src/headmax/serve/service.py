@@ -25,8 +25,6 @@ from headmax.serve.scheduler import Scheduler
 from headmax.serve.schema import ChatBody, CompletionBody, Generation, check
 from headmax.serve.words import Words
 
-MOST_DISCARDED = 64 * 2**20
-"""Bytes of a body that is too large that are read before the answer says so: a caller that still sends does not listen."""
 MOST_TOGETHER = 1024
 """Choices of all prompts of a request."""
 
@@ -197,10 +195,7 @@ class Service:
         parts, size = [], 0
         async for part in request.stream():
             size += len(part)
-            if size <= self.config.max_body:
-                parts.append(part)
-            elif size > self.config.max_body + MOST_DISCARDED:
-                break
-        if size > self.config.max_body:
-            raise ApiError(413, f"the body has more than {self.config.max_body} bytes", code="body_too_large")
+            if size > self.config.max_body:
+                raise ApiError(413, f"the body has more than {self.config.max_body} bytes", code="body_too_large")
+            parts.append(part)
         return b"".join(parts)
