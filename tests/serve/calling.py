@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import openai
 import torch
+from openai import OpenAI
 
 from headmax import HeadmaxForCausalLM
 from headmax.generate import Completion, Engine, Request, Sampling
@@ -123,8 +124,8 @@ class Running:
 
 def openai_client(url: str, key: str = "none") -> openai.OpenAI:
     """One that talks to this address alone, whatever proxies the environment names, and never tries again."""
-    http = httpx.Client(trust_env=False, timeout=SECONDS, limits=httpx.Limits(max_connections=None))
-    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, http_client=http)
+    http = httpx2.Client(trust_env=False, timeout=SECONDS, limits=httpx2.Limits(max_connections=None))
+    return OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, http_client=http)
 
 
 def soon(condition: Any, seconds: float = 10.0) -> bool:

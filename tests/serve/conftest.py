@@ -3,7 +3,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-for package in ("starlette", "uvicorn", "prometheus_client", "openai", "httpx"):
+for package in ("starlette", "uvicorn", "prometheus_client", "openai", "httpx2"):
     pytest.importorskip(package)
 
 

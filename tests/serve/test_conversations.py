@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import openai
 import pytest
 
@@ -100,7 +100,7 @@ def test_two_hundred_clients_for_a_minute(tmp_path: Path) -> None:
     counts = {"right": 0, "wrong": 0, "left": 0}
     sizes: list[float] = []
 
-    async def client(http: httpx.AsyncClient, n: int, end: float) -> None:
+    async def client(http: httpx2.AsyncClient, n: int, end: float) -> None:
         chance = random.Random(n)
         body = {"model": "tiny", "prompt": prompts[n], "max_tokens": 1 + n % 24, "seed": n}
         while time.monotonic() < end:
@@ -116,8 +116,8 @@ def test_two_hundred_clients_for_a_minute(tmp_path: Path) -> None:
 
     async def load(url: str, number: int) -> None:
         end = time.monotonic() + 60
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=SECONDS, limits=limits) as http:
+        limits = httpx2.Limits(max_connections=None)
+        async with httpx2.AsyncClient(base_url=url, trust_env=False, timeout=SECONDS, limits=limits) as http:
             calls = [asyncio.create_task(client(http, n, end)) for n in range(200)]
             while time.monotonic() < end:
                 await asyncio.sleep(5)
@@ -127,7 +127,7 @@ def test_two_hundred_clients_for_a_minute(tmp_path: Path) -> None:
     options = ("--deterministic", "--max-batch", 64, "--chunk", 128, "--prefix-cache", "64MiB")
     with process(tmp_path, *options) as (server, url):
         asyncio.run(load(url, server.pid))
-        left = httpx.get(f"{url}/metrics", trust_env=False).text
+        left = httpx2.get(f"{url}/metrics", trust_env=False).text
     print(counts, [round(size) for size in sizes])
     assert counts["wrong"] == 0
     assert counts["right"] > 1000

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
+import httpx2
 import openai
 import pytest
 
@@ -231,7 +231,7 @@ def test_a_call_that_is_cancelled_frees_its_slot(server: Running) -> None:
     """The official asynchronous client, cancelled in mid-stream and while it waits for a whole answer."""
 
     async def call() -> None:
-        http = httpx.AsyncClient(trust_env=False, timeout=SECONDS)
+        http = httpx2.AsyncClient(trust_env=False, timeout=SECONDS)
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, http_client=http) as client:
             options = {"model": "tiny", "prompt": "Hello", "max_tokens": 3900, "extra_body": {"ignore_eos": True}}
             stream = await client.completions.create(**options, stream=True)  # type: ignore[call-overload]
@@ -255,14 +255,14 @@ def test_a_key(alone: Alone) -> None:
         for key in (b"Bearer none", b"Bearer \xff", b"Bearer", b"sesame", b"Basic sesame"):
             headers = {b"authorization": key}
             for path in ("/v1/models", "/metrics", "/docs", "/nowhere"):
-                answer = httpx.get(server.url + path, headers=headers, trust_env=False)
+                answer = httpx2.get(server.url + path, headers=headers, trust_env=False)
                 assert answer.status_code == 401
                 assert answer.json()["error"]["code"] == "invalid_api_key"
         with pytest.raises(openai.AuthenticationError):
             server.client.models.list()
         with openai_client(server.url, "sesame") as client:
             assert client.models.list().data[0].id == "tiny"
-        assert httpx.get(f"{server.url}/health", trust_env=False).json() == {"status": "ok"}
+        assert httpx2.get(f"{server.url}/health", trust_env=False).json() == {"status": "ok"}
 
 
 def test_without_a_template_or_a_tokenizer() -> None:
@@ -271,14 +271,14 @@ def test_without_a_template_or_a_tokenizer() -> None:
 
 
 def test_pages(server: Running) -> None:
-    document = httpx.get(f"{server.url}/openapi.json", trust_env=False).json()
+    document = httpx2.get(f"{server.url}/openapi.json", trust_env=False).json()
     assert set(document["paths"]) >= {"/v1/models", "/v1/completions", "/v1/chat/completions", "/health", "/metrics"}
     assert "max_tokens" in document["components"]["schemas"]["CompletionBody"]["properties"]
-    page = httpx.get(f"{server.url}/docs", trust_env=False).text
+    page = httpx2.get(f"{server.url}/docs", trust_env=False).text
     assert "repetition_penalty" in page
     assert "//" not in page.replace("<!doctype", ""), "it loads nothing from elsewhere"
     for path, status in (("/nowhere", 404), ("/v1/completions", 405)):
-        answer = httpx.get(server.url + path, trust_env=False)
+        answer = httpx2.get(server.url + path, trust_env=False)
         assert (answer.status_code, answer.json()["error"]["param"]) == (status, None)
 
 
@@ -290,7 +290,7 @@ def test_metrics_count_what_happens(alone: Alone) -> None:
         for _ in range(2):
             server.client.completions.create(model="tiny", prompt=tokens(200), max_tokens=5, n=2, extra_body={"ignore_eos": True})
         assert server.idle()
-        text = httpx.get(f"{server.url}/metrics", trust_env=False).text
+        text = httpx2.get(f"{server.url}/metrics", trust_env=False).text
     assert value(text, "headmax_generated_tokens_total") == 20
     assert value(text, "headmax_prompt_tokens_total") == 200 + 72
     assert value(text, "headmax_cached_tokens_total") == 128

@@ -7,7 +7,6 @@ import logging
 import platform
 import signal
 import socket
-import threading
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -85,20 +84,11 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """Ends after SIGTERM or SIGINT once the requests under way are answered, and at once after a second one; exit code 0."""
+    """Leaves signals to `serve`."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        alone = threading.current_thread() is threading.main_thread()  # signals reach no other
-        before = {number: signal.signal(number, self._told) for number in (signal.SIGTERM, signal.SIGINT) if alone}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _told(self, number: int, frame: FrameType | None) -> None:
-        self.force_exit, self.should_exit = self.should_exit, True
+        yield
 
 
 def make_server(service: Service) -> Server:
@@ -118,10 +108,19 @@ def make_server(service: Service) -> Server:
 
 
 def serve(service: Service, address: socket.socket) -> None:
-    """Until a signal ends it."""
+    """Until SIGTERM or SIGINT, then until the requests under way are answered; a second signal ends it at once."""
+    server = make_server(service)
     host, port = address.getsockname()[:2]
-    logger.info("serving %s on http://%s:%d", service.config.name, f"[{host}]" if ":" in host else host, port)
+
+    def told(number: int, frame: FrameType | None) -> None:
+        server.force_exit = server.force_exit or server.should_exit
+        server.should_exit = True
+
+    before = {number: signal.signal(number, told) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        make_server(service).run(sockets=[address])
+        logger.info("serving %s on http://%s:%d", service.config.name, f"[{host}]" if ":" in host else host, port)
+        server.run(sockets=[address])
     finally:
         service.scheduler.close(timeout=30)
+        for number, handler in before.items():
+            signal.signal(number, handler)
