@@ -198,8 +198,10 @@ def test_prompts_turns_and_branches_are_reused(name: str, exact: bool) -> None:
         assert soon(lambda: kept(scheduler, turn[:512]))
         (second,) = submit(scheduler, job(turn + tokens(5, seed=2), 3))
         assert second.wait().cached == 512, "the turn's last boundary, 550 tokens in"
-        branches = [submit(scheduler, job(document + tokens(150, seed=3 + n), 3))[0] for n in range(3)]
-        assert [caller.wait().cached for caller in branches] == [0, 256, 256]
+        branches = [submit(scheduler, job(document + tokens(150, seed=3 + n), 3))[0].wait().cached for n in range(3)]
+        assert branches == [0, 256, 256], "the first to branch leaves states where it does"
+        at_once = submit(scheduler, *(job(tokens(300, seed=8) + tokens(150, seed=9 + n), 3) for n in range(3)))
+        assert [caller.wait().cached for caller in at_once] == [0, 256, 256], "the others wait for the first to read what they share"
         (again,) = submit(scheduler, job(document + tokens(150, seed=3), 3))
         assert again.wait().cached == 384
     with scheduling(make_model(name), cache=0) as scheduler:

@@ -17,7 +17,7 @@ from tests.generate.checkpoint import make_model, save, tokens
 
 from .calling import SECONDS, Alone, Running, process, serving
 
-DOCUMENT, QUESTION, ANSWER = 2500, 60, 16
+DOCUMENT, QUESTION, ANSWER = 2500, 60, 12
 
 
 def ask(client: openai.OpenAI, prompt: list[int], seed: int) -> tuple[list[int], list[float], int]:

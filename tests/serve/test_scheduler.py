@@ -312,6 +312,18 @@ def test_many_threads_at_once() -> None:
         assert soon(lambda: not scheduler.running and scheduler.lanes.free() == 5)
 
 
+def test_nothing_comes_after_the_end_of_a_choice_whose_next_step_is_under_way() -> None:
+    prompt = tokens(20)
+    free = Alone()(prompt, 25, GREEDY, eos=False).tokens
+    stop = frozenset([free[7]])
+    with scheduling(ahead=1) as scheduler:
+        (caller,) = submit(scheduler, job(prompt, 25, (0, 1), temperature=0.0, stop_tokens=stop))
+        caller.wait()
+        submit(scheduler, job(tokens(5), 5))[0].wait()
+        assert caller.events.empty()
+        assert caller.tokens == {n: free[: free.index(free[7]) + 1] for n in range(2)}
+
+
 def test_events_come_in_order() -> None:
     with scheduling() as scheduler:
         (caller,) = submit(scheduler, job(tokens(3), 4))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -104,7 +105,8 @@ class Scheduler:
 
     def _run(self) -> None:
         try:
-            with torch.no_grad():
+            device = torch.cuda.device(self.model.device) if self.model.device.type == "cuda" else contextlib.nullcontext()
+            with torch.no_grad(), device:
                 while self._turn():
                     pass
         except Exception as error:
@@ -154,6 +156,7 @@ class Scheduler:
                 for slot, running in list(self.running.items()):
                     if running.job is job and running.choice == choice:
                         self._leave(slot)
+                        self._close(job)
 
     def _drop(self, job: Job) -> None:
         """Forgets a job wherever it is; its slots are free."""
@@ -233,7 +236,9 @@ class Scheduler:
                 self.ready.popleft()
             job = reading.job
             assert job is not None
-            if number not in job.cancelled_choices:
+            if number in job.cancelled_choices:
+                self._close(job)
+            else:
                 try:
                     self._begin(reading, job, number)
                 except Exception as error:
@@ -317,10 +322,14 @@ class Scheduler:
         return False
 
     def _end(self, job: Job, event: Ended) -> None:
+        self._close(job)
+        self._tell(job, event)
+
+    def _close(self, job: Job) -> None:
+        """One choice less that is open."""
         job.open -= 1
         if not job.open:
             self.metrics.whole.observe(time.monotonic() - job.arrived)
-        self._tell(job, event)
 
     def _leave(self, slot: int) -> None:
         """Frees a slot, and keeps what the prefix cache may want of it."""
