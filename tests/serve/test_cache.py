@@ -186,8 +186,7 @@ def test_a_folder_that_cannot_be_written_to_is_said_and_does_no_harm(tmp_path: P
     cache.close()
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize(("name", "exact"), [*((name, False) for name in MODELS), ("gla", True), ("hybrid", True)])
 def test_prompts_turns_and_branches_are_reused(name: str, exact: bool) -> None:
     """The last chunk boundary of a prompt, of a turn, and where texts branch; a text that two ask for at once is read once."""
     document = tokens(300)
