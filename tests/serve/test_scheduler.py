@@ -1,5 +1,6 @@
 """The scheduler: jobs that come and go at any time, each with the answer it has alone."""
 
+import itertools
 import random
 import threading
 import time
@@ -161,8 +162,8 @@ class Steps:
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_who_generates_waits_for_one_piece_at_most(exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While prompts of 2,000 tokens come in, there are never two pieces between two steps of another; and a short prompt overtakes them."""
+def test_who_generates_waits_for_so_many_tokens_at_most(exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While prompts of 2,000 tokens come in, at most 256 are read between two steps of another; and a short prompt overtakes them."""
     with scheduling(piece=256, max_length=5000, deterministic=exact, start=False) as scheduler:
         steps = Steps(scheduler, monkeypatch)
         scheduler.start()
@@ -175,11 +176,22 @@ def test_who_generates_waits_for_one_piece_at_most(exact: bool, monkeypatch: pyt
         for caller in (*long, first):
             caller.wait()
     names = [name for name, _ in steps.events]
-    begun = names.index("step")
-    ended = len(names) - names[::-1].index("step")
-    pairs = list(zip(names[begun:ended], names[begun + 1 : ended], strict=False))
-    assert ("read", "read") not in pairs
-    assert max(count for name, count in steps.events if name == "read") <= (128 if exact else 256)
+    at = [n for n, name in enumerate(names) if name == "step"]
+    between = [[count for _, count in steps.events[a + 1 : b]] for a, b in itertools.pairwise(at)]
+    assert max(map(sum, between)) == 256
+    assert max(map(len, between)) >= (2 if exact else 1)
+    assert max(count for name, count in steps.events if name == "read") == (128 if exact else 256)
+
+
+def test_short_prompts_are_read_together_before_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    with scheduling(piece=256, max_batch=8, start=False) as scheduler:
+        steps = Steps(scheduler, monkeypatch)
+        callers = submit(scheduler, *(job(tokens(50, seed=n), 3) for n in range(7)))
+        scheduler.start()
+        for caller in callers:
+            caller.wait()
+    assert steps.events[:6] == [("read", 50)] * 5 + [("step", 5)]
+    assert steps.events[6:9] == [("read", 50)] * 2 + [("step", 7)]
 
 
 def test_a_step_or_a_prompt_that_fails_takes_no_one_else_along(monkeypatch: pytest.MonkeyPatch) -> None:

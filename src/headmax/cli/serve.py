@@ -56,7 +56,7 @@ def serve(
         prefix_folder: folder to keep states in across restarts.
         prefix_folder_size: most disk space it takes.
         chunk: states are kept after multiples of this many tokens.
-        piece: most tokens of prompts to read between two steps of those that generate; --deterministic reads a chunk.
+        piece: most tokens of prompts to read between two steps of those that generate; a chunk at least.
         chat_template: file with a Jinja template, in place of the tokenizer's.
         tokenizer: checkpoint or folder with the tokenizer, if the model has none.
         device: where to run; auto takes a GPU if there is one.

@@ -25,7 +25,7 @@ class Pieces(NamedTuple):
     chunk: int
     """States are kept after whole chunks, counted from the text's start."""
     most: int
-    """Most tokens of prompts between two steps of those that decode."""
+    """Most tokens of prompts between two steps of those that decode; a piece has as many at most."""
     exact: bool
     """Every piece ends with its chunk, so that each has the same shape whatever the cache holds."""
 
@@ -87,13 +87,16 @@ class Prompts:
             reading.over = reading.over or reading.job is job
         self.reading = [reading for reading in self.reading if not reading.over]
 
-    def next(self) -> Reading | None:
-        """The text whose turn it is."""
+    def next(self, most: int) -> Reading | None:
+        """The text whose turn it is; None if none is ready, or if its piece has more than `most` tokens while others were read already."""
         ready = [reading for reading in self.reading if self._ready(reading)]
         if ready:
+            chosen = min(ready, key=lambda reading: reading.left) if self.turn % 2 else ready[0]
+            if most < self.pieces.most and (chosen.error is not None or self._size(chosen) > most):
+                return None
             self.turn += 1
-            return ready[0] if self.turn % 2 else min(ready, key=lambda reading: reading.left)
-        while self.later:
+            return chosen
+        while self.later and most == self.pieces.most:
             reading = self.later[0]
             if not self._settled(reading):
                 assert self.cache is not None

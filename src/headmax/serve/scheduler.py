@@ -25,8 +25,8 @@ MOST_FAILURES = 3
 
 
 class Scheduler:
-    """Each turn of the thread admits jobs in the order they came, reads one piece of one prompt, and moves all choices in slots on by one
-    token: nobody who generates waits for more than a piece.
+    """Each turn of the thread admits jobs in the order they came, reads pieces of prompts up to a number of tokens, and moves all choices
+    in slots on by one token: nobody who generates waits for more than that.
 
     Its methods may be called from any thread; `Job.listen` is called in the scheduler's.
     """
@@ -194,10 +194,18 @@ class Scheduler:
         return begun
 
     def _read(self) -> bool:
-        """One piece of one prompt."""
-        reading = self.prompts.next()
-        if reading is None:
-            return False
+        """Pieces of prompts, as many as may come between two steps; at least one if there is any."""
+        left = self.pieces.most
+        while (reading := self.prompts.next(left)) is not None:
+            before = reading.position
+            self._read_piece(reading)
+            left -= max(1, reading.position - before)
+            if left <= 0 or reading.job is None:
+                return True
+        return left < self.pieces.most
+
+    def _read_piece(self, reading: Reading) -> None:
+        """One piece of one text."""
         before = reading.position
         try:
             whole = self.prompts.read(reading)
@@ -208,12 +216,11 @@ class Scheduler:
                 self.prompts.later.remove(reading)
             else:
                 self._fail(reading.job, error)
-            return True
+            return
         if reading.job is not None:
             self.metrics.read.inc(reading.position - before)
             if whole:
                 self._has_read(reading, reading.job)
-        return True
 
     def _has_read(self, reading: Reading, job: Job) -> None:
         if self.cache is not None:

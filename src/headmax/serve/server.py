@@ -67,7 +67,7 @@ def make_service(
     ends = model.generation_config.eos_token_id
     stops = {token for token in (ends if isinstance(ends, list) else [ends]) if token is not None}
     stops |= {token for token in [getattr(tokenizer, "eos_token_id", None)] if token is not None}
-    pieces = Pieces(config.chunk, config.piece, config.deterministic)
+    pieces = Pieces(config.chunk, max(config.piece, config.chunk), config.deterministic)
     scheduler = Scheduler(
         model.eval(), make_lanes(model, config, state_dtype), pieces=pieces, cache=make_cache(model, config), queue=config.queue
     )
