@@ -77,9 +77,11 @@ def make_service(
 
 def listen(host: str, port: int) -> socket.socket:
     """A socket on that address; ValueError where it is taken or not ours. Port 0 is any that is free."""
+    if not 0 <= port < 2**16:
+        raise ValueError(f"port must be 0 to 65535, got {port}")
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=2048)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise ValueError(f"cannot listen on {host} port {port}: {error}") from None
 
 
