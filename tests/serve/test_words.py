@@ -86,6 +86,7 @@ def test_tokens_have_names_and_bytes() -> None:
     assert b"".join(map(bytes, raw)) == "aö \n".encode()
     assert names == ("a", "bytes:\\xc3", "bytes:\\xb6", " ", "\n")
     assert words.token(1) == ("</s>", list(b"</s>"))
+    pytest.importorskip("mistral_common")
     loaded = mistral()
     llama = Words(PreTrainedTokenizerFast(tokenizer_object=loaded.tokenizer))
     assert llama.letters is None
