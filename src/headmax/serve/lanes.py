@@ -126,7 +126,7 @@ class Batch:
 
 
 class Apart:
-    """Each slot a step of its own: on a CPU, where a product's rounding depends on how many rows it has and where they lie."""
+    """Each slot a step of its own: on a CPU, where a product's rounding depends on how many rows it has."""
 
     def __init__(self, model: HeadmaxForCausalLM, number: int, state_dtype: torch.dtype, length: int | None) -> None:
         self.steps = [Step(model, 1, state_dtype, length) for _ in range(number)]
