@@ -1,6 +1,6 @@
 PYTHON ?= python3
 # A change of EXTRAS alone does not rebuild .venv: make -B setup EXTRAS=train,plot,dev
-EXTRAS ?= train,eval,plot,fla,dev
+EXTRAS ?= train,eval,serve,plot,fla,dev
 PYTEST_FLAGS ?= -q
 
 BIN := .venv/bin

@@ -24,7 +24,7 @@ LEVEL = {
     "generate": 3,
     "recipes": 4,
 }
-LEVEL |= {"tables": 0, "analysis": 5, "demo": 6, "bench": 7, "eval": 7, "plan": 7, "cli": 8}
+LEVEL |= {"analysis": 5, "demo": 6, "bench": 7, "eval": 7, "plan": 7, "serve": 8, "cli": 9}
 EXTRAS = [
     "matplotlib",
     "datasets",

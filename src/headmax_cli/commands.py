@@ -58,6 +58,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
             "headmax.cli.generate:generate",
             "Continue a text and stream the result; without a prompt, read lines from standard input.",
         ),
+        Command("serve", "headmax.cli.serve:serve", "Answer requests over HTTP as OpenAI's interface does, many at a time."),
         Command("eval", "headmax.cli.evaluate:evaluate", "Run the paper's benchmarks on a model; rerun to resume."),
         Command("eval tables", "headmax.cli.evaluate:tables", "Render the paper's three tables with your results beside the paper's."),
         Command("inspect", "headmax.cli.inspect:inspect", "Show which head wins each token of a text, as one HTML file."),

@@ -135,7 +135,7 @@ def test_the_penalty_is_hugging_faces_and_counts_new_tokens_too() -> None:
 def test_log_probabilities_are_the_models_own() -> None:
     sampler = Sampler(1, 6, torch.device("cpu"))
     sampler.set([Sampling(temperature=3.0, top_k=2)], [torch.empty(0, dtype=torch.int64)])
-    token, value = sampler(LOGITS + 7, torch.tensor([0]), Features.of([Sampling(top_k=2)], True))
+    token, value, _ = sampler(LOGITS + 7, torch.tensor([0]), Features.of([Sampling(top_k=2)], True))
     assert value is not None
     assert float(value) == pytest.approx(math.log(LOGITS[0].exp()[int(token)]), abs=1e-5)
 
@@ -175,3 +175,19 @@ def test_logits_that_are_not_finite_give_no_token(bad: float) -> None:
     logits[2, 3] = 0.0  # some may be forbidden
     for rules in (GREEDY, Sampling(), Sampling(top_p=0.5, repetition_penalty=2.0)):
         assert (sample(logits, [rules] * 3, history=[[], [], []]) == NO_TOKEN).tolist() == [False, True, False]
+
+
+def test_rules_of_one_request_change_no_bit_of_another() -> None:
+    """A plain request beside ones with every rule: the same token and the same probabilities."""
+    logits = torch.randn(1, 32000, generator=torch.Generator().manual_seed(0)) * 4
+    plain = Sampling(seed=7)
+    others = [plain, Sampling(top_k=5, top_p=0.5), Sampling(repetition_penalty=1.4, presence_penalty=1.0), Sampling(min_p=0.1)]
+    features = Features.of(others, logprobs=False)
+    sampler = Sampler(4, 32000, torch.device("cpu"))
+    sampler.remember()
+    sampler.set(others, [torch.arange(50)] * 4)
+    probability = logits.softmax(-1)
+    assert torch.equal(sampler.truncate(probability.expand(4, -1), features)[0], probability[0])
+    penalized = sampler._penalize(logits.expand(4, -1))
+    assert torch.equal(penalized[0], logits[0])
+    assert not torch.equal(penalized[2], logits[0])

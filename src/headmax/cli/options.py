@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -55,6 +56,31 @@ def counted(least: int) -> Any:
 
 
 COUNT, COUNT_OR_ZERO = counted(1), counted(0)
+UNITS = {"": 1, "B": 1}
+UNITS |= {f"{letter}iB": 1024**n for n, letter in enumerate("KMGT", 1)} | {f"{letter}B": 1000**n for n, letter in enumerate("KMGT", 1)}
+
+
+def size(text: str) -> int:
+    """An amount of memory: 500MB, 2GiB, 0."""
+    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?) ?([KMGT]?i?B?)", text.strip())
+    if found is None or found[2] not in UNITS:
+        raise ValueError(f"must be an amount of memory such as 500MB or 2GiB, got {text!r}")
+    return round(float(found[1]) * UNITS[found[2]])
+
+
+def shown_size(amount: int) -> str:
+    """As `size` reads it, in the largest unit that it is a multiple of."""
+    units = [unit for unit, scale in UNITS.items() if unit.endswith("iB") and amount and amount % scale == 0]
+    return f"{amount // UNITS[units[-1]]}{units[-1]}" if units else str(amount)
+
+
+SIZE = PrimitiveConstructorSpec(
+    nargs=1,
+    metavar="SIZE",
+    instance_from_str=lambda given: size(given[0]),
+    is_instance=lambda value: isinstance(value, int),
+    str_from_instance=lambda value: [shown_size(value)],
+)
 
 
 def utf8(text: str) -> str:
@@ -89,6 +115,7 @@ Seconds = Annotated[float, metavar("SECONDS")]
 OptionalSeconds = Annotated[float | None, metavar("SECONDS")]
 Count = Annotated[int, COUNT, metavar("TOKENS")]
 OptionalCount = Annotated[int | None, COUNT, metavar("TOKENS")]
+Size = Annotated[int, SIZE, metavar("SIZE")]
 Words = Annotated[tuple[str, ...], separated(str, "A,B"), metavar("A,B"), COMMA_SEPARATED]
 Numbers = Annotated[tuple[int, ...], separated(int, "N,N"), metavar("N,N"), COMMA_SEPARATED]
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from headmax.data.tokenizer import encode_text
 from headmax.generate.prefill import prefill
 from headmax.generate.prefix import Fingerprint, PrefixState
-from headmax.generate.sampling import NO_TOKEN, Features, Sampling
-from headmax.generate.step import Step
+from headmax.generate.sampling import NO_TOKEN, Features, Sampled, Sampling
+from headmax.generate.step import Fetched, Step
 from headmax.generate.text import TextStream
 from headmax.generate.turn import Turn
 from headmax.models import HeadmaxCache, HeadmaxForCausalLM
@@ -211,18 +211,14 @@ class Engine:
             advance = self.step.prepare(rows, features)
             self._load(prefixes, [request.max_new_tokens for request in requests])
             self.step.sampler.set([request.sampling for request in requests], [prefix.tokens for prefix in prefixes])
-            pending = run.fetch(*self.step.sample(torch.stack([prefix.logits for prefix in prefixes]), features))
+            pending = run.fetch(self.step.sample(torch.stack([prefix.logits for prefix in prefixes]), features))
             for _ in range(longest - 1):  # on a GPU the host looks at a step's tokens while the device is at the next one
-                ahead = run.fetch(*advance()) if self.model.device.type == "cuda" else None
+                ahead = run.fetch(advance()) if self.model.device.type == "cuda" else None
                 if not run.take(pending):
                     return run.finish()
-                pending = run.fetch(*advance()) if ahead is None else ahead
+                pending = run.fetch(advance()) if ahead is None else ahead
             run.take(pending)
         return run.finish()
-
-
-Fetched = tuple[Tensor, Tensor | None, Any]
-"""Tokens and log-probabilities on their way to the host, and the event after which they are there."""
 
 
 class Run:
@@ -235,24 +231,13 @@ class Run:
         self.streams = [None if words is None else TextStream(words, request.stop_strings) for request in requests]
         self.active = [n for n, request in enumerate(requests) if request.max_new_tokens > 0]
 
-    def fetch(self, tokens: Tensor, logprobs: Tensor | None) -> Fetched:
+    def fetch(self, sampled: Sampled) -> Fetched:
         """Starts copying a step's results to the host."""
-        count = len(self.requests)
-        if tokens.device.type != "cuda":
-            return tokens[:count].clone(), logprobs if logprobs is None else logprobs[:count].clone(), None
-        host = [x if x is None else torch.empty(count, dtype=x.dtype, pin_memory=True) for x in (tokens, logprobs)]
-        for there, x in zip(host, (tokens, logprobs), strict=True):
-            if there is not None and x is not None:
-                there.copy_(x[:count], non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        return host[0], host[1], event  # type: ignore[return-value]
+        return Fetched(sampled, len(self.requests))
 
     def take(self, fetched: Fetched) -> bool:
         """Notes a step's tokens; False once nobody wants more."""
-        tokens, logprobs, event = fetched
-        if event is not None:
-            event.synchronize()
+        tokens, logprobs, _ = fetched.wait()
         chosen, values = tokens.tolist(), None if logprobs is None else logprobs.tolist()
         still = []
         for n in self.active:

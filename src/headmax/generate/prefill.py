@@ -74,6 +74,41 @@ def _read(
     return made
 
 
+class Reader:
+    """A text read by itself, in pieces whose size is chosen from one to the next, after the states of what came before."""
+
+    def __init__(self, model: HeadmaxForCausalLM, text: Tensor, states: Sequence[RecurrentState | AttentionState], past: int) -> None:
+        """`states` are those after the first `past` tokens of `text` [n]; none for 0."""
+        self.model, self.text, self.position = model, text, past
+        self.cache = HeadmaxCache(model.config.num_hidden_layers)
+        if past:
+            for layer, state in zip(self.cache.layers, states, strict=True):
+                layer.advance(state, past)
+
+    @property
+    def left(self) -> int:
+        """Tokens not read yet."""
+        return len(self.text) - self.position
+
+    @torch.no_grad()
+    def read(self, count: int) -> Tensor:
+        """Reads that many tokens: the last layer's output [count, hidden]."""
+        piece = self.text[self.position : self.position + count].to(self.model.device)
+        hidden = self.model.model(input_ids=piece[None], past_key_values=self.cache, use_cache=True).last_hidden_state
+        self.position += count
+        return hidden[0]
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 [n, vocabulary] of what follows tokens with the outputs `hidden` [n, hidden]."""
+        return self.model.lm_head(hidden).float()
+
+    @torch.no_grad()
+    def states(self) -> tuple[RecurrentState | AttentionState, ...]:
+        """After what has been read. They stay as they are while reading goes on, as long as its pieces are more than a step's tokens."""
+        return tuple(_row(layer.to_keep(), 0, self.position) for layer in self.cache.layers)
+
+
 def _row(state: tuple | None, row: int, length: int) -> RecurrentState | AttentionState:
     """One sequence's own state; of keys and values the last `length`, which are not padding."""
     if isinstance(state, AttentionState):

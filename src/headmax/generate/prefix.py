@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,9 +126,9 @@ class PrefixState:
         if len(self.states) != len(other.states):
             raise ValueError(f"states are of {len(self.states)} layers, the model has {len(other.states)}")
         for n, (state, like) in enumerate(zip(self.states, other.states, strict=True)):
-            expected = _shapes(like, None if isinstance(like, RecurrentState) else len(tokens))
-            if _shapes(state, None) != expected:
-                raise ValueError(f"state of layer {n} is {_shapes(state, None)}, must be {expected}")
+            expected = state_shapes(like, None if isinstance(like, RecurrentState) else len(tokens))
+            if state_shapes(state, None) != expected:
+                raise ValueError(f"state of layer {n} is {state_shapes(state, None)}, must be {expected}")
         if (self.logits.shape, self.logits.dtype) != (other.logits.shape, other.logits.dtype):
             raise ValueError(f"logits must be {vocabulary} of {other.logits.dtype}, got {list(self.logits.shape)} of {self.logits.dtype}")
 
@@ -136,12 +137,7 @@ class PrefixState:
         if not bool(self.logits.isfinite().all()):
             raise ValueError("prefix is of no use: the model's logits after it are not finite, its weights hold NaN or infinity")
         check_place(Path(path))
-        tensors = {"tokens": self.tokens, "logits": self.logits}
-        for n, state in enumerate(self.states):
-            if isinstance(state, AttentionState):
-                tensors |= {f"{n}.keys": state.keys, f"{n}.values": state.values}
-            else:
-                tensors |= {f"{n}.recurrent": state.recurrent} | {f"{n}.conv.{i}": x for i, x in enumerate(state.conv)}
+        tensors = {"tokens": self.tokens, "logits": self.logits, **pack_states(self.states)}
         metadata = {"format": FORMAT, "model": str(self.model), "layers": str(len(self.states))}
         durable.write(Path(path), save({name: x.detach().cpu().contiguous() for name, x in tensors.items()}, metadata=metadata))
 
@@ -159,8 +155,8 @@ class PrefixState:
         if metadata.get("format") != FORMAT:
             raise ValueError(f"{path}: not a prefix saved by headmax (format {metadata.get('format')!r})")
         try:
-            states = [_state(tensors, n, device) for n in range(int(metadata["layers"]))]
-            prefix = cls(tensors["tokens"], tuple(states), tensors["logits"].to(device), metadata["model"])
+            states = unpack_states(tensors, int(metadata["layers"]), device)
+            prefix = cls(tensors["tokens"], states, tensors["logits"].to(device), metadata["model"])
         except (KeyError, ValueError) as error:
             raise ValueError(f"{path}: not a whole prefix: {error} is missing or no number") from error
         try:
@@ -170,15 +166,32 @@ class PrefixState:
         return prefix
 
 
+def pack_states(states: Sequence[RecurrentState | AttentionState]) -> dict[str, Tensor]:
+    """The states of all layers as named tensors."""
+    tensors: dict[str, Tensor] = {}
+    for n, state in enumerate(states):
+        if isinstance(state, AttentionState):
+            tensors |= {f"{n}.keys": state.keys, f"{n}.values": state.values}
+        else:
+            tensors |= {f"{n}.recurrent": state.recurrent} | {f"{n}.conv.{i}": x for i, x in enumerate(state.conv)}
+    return tensors
+
+
+def unpack_states(
+    tensors: dict[str, Tensor], layers: int, device: torch.device | str = "cpu"
+) -> tuple[RecurrentState | AttentionState, ...]:
+    """What `pack_states` made. KeyError names what is missing."""
+    return tuple(_state(tensors, n, device) for n in range(layers))
+
+
 def _state(tensors: dict[str, Tensor], layer: int, device: torch.device | str) -> RecurrentState | AttentionState:
-    """Of one layer, out of what `save` wrote. KeyError names what is missing."""
     if f"{layer}.keys" in tensors:
         return AttentionState(tensors[f"{layer}.keys"].to(device), tensors[f"{layer}.values"].to(device))
     convolved = sorted(name for name in tensors if name.startswith(f"{layer}.conv."))
     return RecurrentState(tensors[f"{layer}.recurrent"].to(device), tuple(tensors[name].to(device) for name in convolved))
 
 
-def _shapes(state: RecurrentState | AttentionState, length: int | None) -> list[tuple[list[int], torch.dtype]]:
+def state_shapes(state: RecurrentState | AttentionState, length: int | None) -> list[tuple[list[int], torch.dtype]]:
     """Shape and dtype of a state's tensors; with `length`, those that keys and values of so many tokens would have."""
     if isinstance(state, RecurrentState):
         return [(list(x.shape), x.dtype) for x in (state.recurrent, *state.conv)]

@@ -11,10 +11,12 @@ from torch import Tensor
 
 _STEP, _MIX_1, _MIX_2 = (x - 2**64 for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
-MAX_TEMPERATURE, MAX_PENALTY = 1e6, 1e3
+MAX_TEMPERATURE, MAX_PENALTY, MAX_SUBTRACTED = 1e6, 1e3, 2.0
 """Beyond these every token is as likely as any other, or logits overflow."""
 NO_TOKEN = -1
 """What is sampled where logits are not finite: it says so along with the tokens, which are fetched anyway."""
+ALTERNATIVES = 20
+"""How many of the most likely tokens come with a new one, where they are asked for."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,10 @@ class Sampling:
     """Divides positive and multiplies negative logits of tokens seen before, in the prompt or since."""
     seed: int = 0
     """With a token's position it decides the draw: the same request gives the same tokens in any batch."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens generated before."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit once for each time it has been generated."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature <= MAX_TEMPERATURE:
@@ -45,8 +51,16 @@ class Sampling:
             raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
         if not 1 / MAX_PENALTY <= self.repetition_penalty <= MAX_PENALTY:
             raise ValueError(f"repetition_penalty must be positive, {1 / MAX_PENALTY:g} to {MAX_PENALTY:g}, got {self.repetition_penalty}")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -MAX_SUBTRACTED <= getattr(self, name) <= MAX_SUBTRACTED:
+                raise ValueError(f"{name} must be between -{MAX_SUBTRACTED:g} and {MAX_SUBTRACTED:g}, got {getattr(self, name)}")
         if not (isinstance(self.seed, int) and 0 <= self.seed < 2**63):
             raise ValueError(f"seed must be in [0, 2^63), got {self.seed}")
+
+    @property
+    def penalized(self) -> bool:
+        """Whether it matters which tokens there have been."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
 GREEDY = Sampling(temperature=0.0)
@@ -59,16 +73,29 @@ class Features(NamedTuple):
     sorted: bool = False
     penalized: bool = False
     logprobs: bool = False
+    alternatives: bool = False
 
     @classmethod
-    def of(cls, requests: Sequence[Sampling], logprobs: bool) -> Features:
+    def of(cls, requests: Sequence[Sampling], logprobs: bool, alternatives: bool = False) -> Features:
         drawn = [s for s in requests if s.temperature > 0]
         return cls(
             random=bool(drawn),
             sorted=any(s.top_k is not None or s.top_p < 1 for s in drawn),
-            penalized=any(s.repetition_penalty != 1 for s in requests),
+            penalized=any(s.penalized for s in requests),
             logprobs=logprobs,
+            alternatives=alternatives,
         )
+
+
+class Sampled(NamedTuple):
+    """What a step gives."""
+
+    tokens: Tensor
+    """[rows]"""
+    logprobs: Tensor | None = None
+    """[rows] of these tokens, under the model itself."""
+    likeliest: tuple[Tensor, Tensor] | None = None
+    """Log-probabilities and ids [rows, ALTERNATIVES] of the most likely tokens, in order."""
 
 
 def mix(x: Tensor) -> Tensor:
@@ -93,56 +120,98 @@ class Sampler:
 
         self.vocabulary = vocabulary
         self.temperature, self.top_p, self.min_p, self.penalty = (column(torch.float32) for _ in range(4))
+        self.presence, self.frequency = column(torch.float32), column(torch.float32)
         self.top_k, self.seed = column(torch.int64), column(torch.int64)
         self.repeats: Tensor | None = None
         """[slots, vocabulary] which tokens a request has had; only once a request is penalized."""
+        self.counts: Tensor | None = None
+        """[slots, vocabulary] how often it has generated each; along with `repeats`."""
 
     def remember(self) -> None:
         """Takes the memory that penalized requests need."""
         if self.repeats is None:
             self.repeats = torch.zeros(self.seed.shape[0], self.vocabulary, dtype=torch.bool, device=self.seed.device)
+            self.counts = torch.zeros_like(self.repeats, dtype=torch.float32)
 
     def set(self, requests: Sequence[Sampling], histories: Sequence[Tensor]) -> None:
-        """The rules of the first slots; `histories` are the tokens [n] each request has had so far."""
+        """The rules of the first slots; `histories` are the tokens [n] each request has had so far, none of which it has generated."""
+        self._columns(slice(0, len(requests)), requests)
+        if self.repeats is not None and self.counts is not None:
+            self.repeats[: len(requests)] = False
+            self.counts[: len(requests)] = 0
+            for row, history in zip(self.repeats, histories, strict=False):
+                row[history.to(row.device)] = True
+
+    def put(self, slot: int, rules: Sampling, history: Tensor, generated: Tensor) -> None:
+        """The rules of one slot, whose request has had the tokens `history` [n], the last of which it has `generated` [m]."""
+        self._columns(slice(slot, slot + 1), [rules])
+        if self.repeats is not None and self.counts is not None:
+            self.repeats[slot] = False
+            self.counts[slot] = 0
+            if rules.penalized:
+                generated = generated.to(self.counts.device)
+                self.repeats[slot, history.to(self.repeats.device)] = True
+                self.counts[slot].scatter_add_(0, generated, torch.ones_like(generated, dtype=torch.float32))
+
+    def move(self, source: int, target: int) -> None:
+        """The rules of one slot become those of another."""
+        for own in (*self._rules().values(), *(x for x in (self.repeats, self.counts) if x is not None)):
+            own[target].copy_(own[source])
+
+    def _rules(self) -> dict[str, Tensor]:
+        names = ("temperature", "top_p", "min_p", "penalty", "presence", "frequency", "top_k", "seed")
+        return {name: getattr(self, name) for name in names}
+
+    def _columns(self, rows: slice, requests: Sequence[Sampling]) -> None:
         columns = {
             "temperature": [s.temperature for s in requests],
             "top_p": [s.top_p for s in requests],
             "min_p": [s.min_p for s in requests],
             "penalty": [s.repetition_penalty for s in requests],
+            "presence": [s.presence_penalty for s in requests],
+            "frequency": [s.frequency_penalty for s in requests],
             "top_k": [min(s.top_k or self.vocabulary, self.vocabulary) for s in requests],
             "seed": [s.seed for s in requests],
         }
-        for name, values in columns.items():
-            own = getattr(self, name)
-            own[: len(requests)].copy_(torch.tensor(values, dtype=own.dtype).unsqueeze(1))
-        if self.repeats is not None:
-            self.repeats[: len(requests)] = False
-            for row, history in zip(self.repeats, histories, strict=False):
-                row[history.to(row.device)] = True
+        for name, own in self._rules().items():
+            own[rows].copy_(torch.tensor(columns[name], dtype=own.dtype).unsqueeze(1))
 
-    def __call__(self, logits: Tensor, position: Tensor, features: Features) -> tuple[Tensor, Tensor | None]:
-        """The next token of the first requests [rows], and its log-probability under the model itself, from logits [rows, vocabulary].
+    def __call__(self, logits: Tensor, position: Tensor, features: Features) -> Sampled:
+        """The next token of the first requests, from logits [rows, vocabulary].
 
         `position` [rows] counts the tokens before the new one. Nothing here waits for the device. Where the largest logit is NaN or
         infinite the token is NO_TOKEN.
         """
-        rows, raw = logits.shape[0], logits
+        raw = logits
         if features.penalized:
-            assert self.repeats is not None
-            penalty = self.penalty[:rows]
-            logits = torch.where(self.repeats[:rows], torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+            logits = self._penalize(logits)
         tokens = logits.argmax(-1)
         largest = logits.gather(1, tokens.unsqueeze(1))  # a NaN, if there is one
         if features.random:
-            temperature = self.temperature[:rows]
+            temperature = self.temperature[: len(logits)]
             scores = (logits - largest) / temperature.where(temperature > 0, 1.0)  # not above 0: no temperature makes them overflow
-            drawn = self._draw(scores, uniform(self.seed[:rows], position.unsqueeze(1)), features)
+            drawn = self._draw(scores, uniform(self.seed[: len(logits)], position.unsqueeze(1)), features)
             tokens = torch.where(temperature.squeeze(1) > 0, drawn, tokens)
-        if features.penalized:
-            assert self.repeats is not None
-            self.repeats[:rows].scatter_(1, tokens.unsqueeze(1), True)
-        logprobs = raw.gather(1, tokens.unsqueeze(1)).squeeze(1) - raw.logsumexp(-1) if features.logprobs else None
-        return tokens.where(largest.squeeze(1).isfinite(), NO_TOKEN), logprobs
+        if features.penalized and self.repeats is not None and self.counts is not None:
+            self.repeats[: len(logits)].scatter_(1, tokens.unsqueeze(1), True)
+            self.counts[: len(logits)].scatter_add_(1, tokens.unsqueeze(1), torch.ones_like(largest))
+        logprobs, likeliest = None, None
+        if features.logprobs or features.alternatives:
+            total = raw.logsumexp(-1, keepdim=True)
+            logprobs = (raw.gather(1, tokens.unsqueeze(1)) - total).squeeze(1)
+            if features.alternatives:
+                best = raw.topk(min(ALTERNATIVES, self.vocabulary), dim=-1)
+                likeliest = best.values - total, best.indices
+        return Sampled(tokens.where(largest.squeeze(1).isfinite(), NO_TOKEN), logprobs, likeliest)
+
+    def _penalize(self, logits: Tensor) -> Tensor:
+        """A request without penalties keeps its logits to the bit."""
+        assert self.repeats is not None
+        assert self.counts is not None
+        rows = len(logits)
+        penalty, counts = self.penalty[:rows], self.counts[:rows]
+        logits = torch.where(self.repeats[:rows], torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+        return logits - counts * self.frequency[:rows] - (counts > 0) * self.presence[:rows]
 
     def _draw(self, scores: Tensor, u: Tensor, features: Features) -> Tensor:
         """The first token at which the summed probabilities exceed u, in the vocabulary's order: it depends on the request alone."""
@@ -159,6 +228,7 @@ class Sampler:
             rank = torch.arange(ranked.shape[1], device=ranked.device)
             ranked = ranked.masked_fill(rank >= self.top_k[:rows], 0.0)
             before = ranked.cumsum(-1) - ranked
-            kept = (ranked > 0) & (before < self.top_p[:rows] * ranked.sum(-1, keepdim=True)) | (rank == 0)  # the likeliest always
+            top_p = self.top_p[:rows]  # 1 keeps all, though rounding may let `before` reach the sum
+            kept = (ranked > 0) & ((before < top_p * ranked.sum(-1, keepdim=True)) | (top_p >= 1)) | (rank == 0)  # the likeliest always
             probability = probability.masked_fill(probability < ranked.masked_fill(~kept, 2.0).amin(-1, keepdim=True), 0.0)
         return probability.masked_fill(probability < self.min_p[:rows] * probability.amax(-1, keepdim=True), 0.0)

@@ -3,15 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from headmax.generate.prefix import PrefixState
-from headmax.generate.sampling import Features, Sampler
+from headmax.generate.sampling import Features, Sampled, Sampler, Sampling
 from headmax.layers.fusion import fusion_enabled, intact
+from headmax.layers.mixers.attention import AttentionSlots, AttentionState
+from headmax.layers.mixers.base import RecurrentSlots, RecurrentState
 from headmax.models import HeadmaxCache, HeadmaxForCausalLM
 from headmax.models.decoding import Replay, make_slots
+
+State = RecurrentState | AttentionState
+
+
+class Fetched:
+    """A step's results on their way to the host."""
+
+    def __init__(self, sampled: Sampled, rows: int) -> None:
+        self.sampled: Sampled = tree_map_only(Tensor, lambda x: _to_host(x[:rows]), sampled)
+        self.event: Any = None
+        if sampled.tokens.device.type == "cuda":
+            self.event = torch.cuda.Event()
+            self.event.record()
+
+    def wait(self) -> Sampled:
+        """The results, once they are there."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.sampled
+
+
+def _to_host(x: Tensor) -> Tensor:
+    if x.device.type != "cuda":
+        return x.clone()
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+
+
+def _copy(slots: RecurrentSlots | AttentionSlots, length: int) -> State:
+    if isinstance(slots, AttentionSlots):
+        return AttentionState(slots.keys[:, :, :length].clone(), slots.values[:, :, :length].clone())
+    recurrent = slots.recurrent.to(torch.promote_types(slots.recurrent.dtype, torch.float32), copy=True)  # as prompts leave them
+    return RecurrentState(recurrent, tuple(x.clone() for x in slots.conv))
 
 
 class Step:
@@ -29,10 +65,42 @@ class Step:
     def load(self, prefixes: Sequence[PrefixState]) -> None:
         """Puts states into the first slots; what comes after them is to be fed next."""
         for slot, prefix in enumerate(prefixes):
-            for slots, state in zip(self.memory, prefix.states, strict=True):
-                slots.rows(slice(slot, slot + 1)).store(state)  # type: ignore[arg-type]
+            self._store(slot, prefix.states)
         positions = [len(prefix) for prefix in prefixes] + [0] * (len(self.position) - len(prefixes))
         self.position.copy_(torch.tensor(positions))
+
+    @torch.no_grad()
+    def put(self, slot: int, states: Sequence[State], text: Tensor, generated: int, rules: Sampling) -> None:
+        """Puts one sequence into a slot: `states` after all but the last token of `text` [n], of which it has generated the last few."""
+        self._store(slot, states)
+        self.position[slot] = len(text) - 1
+        self.tokens[slot] = text[-1]
+        self.sampler.put(slot, rules, text, text[len(text) - generated :])
+
+    @torch.no_grad()
+    def take(self, slot: int, length: int) -> tuple[State, ...]:
+        """A copy of the states in a slot, after `length` tokens."""
+        return tuple(_copy(slots.rows(slice(slot, slot + 1)), length) for slots in self.memory)
+
+    @torch.no_grad()
+    def move(self, source: int, target: int) -> None:
+        """A sequence goes on in another slot."""
+        for slots in self.memory:
+            own = (slots.keys, slots.values) if isinstance(slots, AttentionSlots) else (slots.recurrent, slots.inputs)
+            for x in own:
+                if x is not None:
+                    x[target].copy_(x[source])
+        for column in (self.position, self.tokens):
+            column[target].copy_(column[source])
+        self.sampler.move(source, target)
+
+    def _store(self, slot: int, states: Sequence[State]) -> None:
+        for slots, state in zip(self.memory, states, strict=True):
+            row = slots.rows(slice(slot, slot + 1))
+            row.store(state)  # type: ignore[arg-type]
+            if isinstance(row, AttentionSlots) and isinstance(state, AttentionState):  # a NaN left there would reach what masks it
+                row.keys[:, :, state.keys.shape[2] :].zero_()
+                row.values[:, :, state.keys.shape[2] :].zero_()
 
     def logits(self, rows: int) -> Tensor:
         """Feeds `tokens` to the first slots: float32 logits [rows, vocabulary] of what comes after them."""
@@ -51,20 +119,20 @@ class Step:
             return linear(Input(x), [head.weight], dtype=torch.float32)
         return head(x).float()
 
-    def sample(self, logits: Tensor, features: Features) -> tuple[Tensor, Tensor | None]:
-        """Chooses the next tokens of the first slots, which become those to be fed; and their log-probabilities."""
+    def sample(self, logits: Tensor, features: Features) -> Sampled:
+        """Chooses the next tokens of the first slots, which become those to be fed."""
         rows = logits.shape[0]
-        tokens, logprobs = self.sampler(logits, self.position[:rows], features)
-        self.tokens[:rows] = tokens.clamp_min(0)  # NO_TOKEN is not to be looked up
-        return tokens, logprobs
+        sampled = self.sampler(logits, self.position[:rows], features)
+        self.tokens[:rows] = sampled.tokens.clamp_min(0)  # NO_TOKEN is not to be looked up
+        return sampled
 
-    def advance(self, rows: int, features: Features | None) -> tuple[Tensor, Tensor | None]:
+    def advance(self, rows: int, features: Features | None) -> Sampled:
         """Feeds the current tokens and samples the next ones; without features, the logits instead, and nothing is sampled."""
         logits = self.logits(rows)
-        return (logits, None) if features is None else self.sample(logits, features)
+        return Sampled(logits) if features is None else self.sample(logits, features)
 
     @torch.no_grad()
-    def prepare(self, rows: int, features: Features | None) -> Callable[[], tuple[Tensor, Tensor | None]]:
+    def prepare(self, rows: int, features: Features | None) -> Callable[[], Sampled]:
         """`advance` for so many rows, to be called again and again. On a GPU it is captured the first time: load the slots after that."""
         if features is not None and features.penalized:
             self.sampler.remember()

@@ -1,0 +1,170 @@
+"""One request from its submission to its answer, whole or as a stream; whatever ends it frees its slots."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import torch
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from headmax.serve.errors import ApiError, NoResponse, json_response, to_json
+from headmax.serve.inbox import Inbox, Mail
+from headmax.serve.job import Closed, Ended, Event, Failed, Full, Job, NewToken, Read
+from headmax.serve.reply import Reply
+from headmax.serve.scheduler import Scheduler
+
+logger = logging.getLogger("headmax")
+
+GRACE = 5.0
+"""Seconds that a reader has, after a stream's time is up, to take what says so."""
+
+
+class Exchange:
+    """Jobs under way, and the reply they make. `jobs[p]` makes the choices from p * n on."""
+
+    def __init__(self, scheduler: Scheduler, mail: Mail, jobs: Sequence[Job], reply: Reply, timeout: float) -> None:
+        self.scheduler, self.jobs, self.reply, self.timeout = scheduler, jobs, reply, timeout
+        self.inbox = Inbox(mail)
+        self.per_job = len(reply.choices) // len(jobs)
+        for number, job in enumerate(jobs):
+            job.listen = functools.partial(mail.post, self.inbox, number)
+        try:
+            scheduler.submit(*jobs)
+        except Full as error:
+            raise ApiError(503, f"the server is full: {error}; try again later", code="full") from None
+        except Closed as error:
+            raise ApiError(503, str(error), code="closed") from None
+
+    def cancel(self) -> None:
+        """Nobody waits for this any more."""
+        if not self.reply.done:
+            for job in self.jobs:
+                self.scheduler.cancel(job)
+
+    async def advance(self) -> None:
+        """Waits for events and takes them in."""
+        for number, event in await self.inbox.get():
+            self._take(number, event)
+
+    def _take(self, number: int, event: Event) -> None:
+        if isinstance(event, Failed):
+            raise failure(event.error)
+        if isinstance(event, Read):
+            self.reply.cached_tokens += event.cached
+            if event.scores is not None:
+                first = NewToken(0, int(self.jobs[number].tokens[0]), None, None)
+                for choice in self.reply.choices[number * self.per_job : (number + 1) * self.per_job]:
+                    choice.scores = [first, *event.scores, *choice.scores]
+            return
+        choice = self.reply.choices[number * self.per_job + event.choice]
+        if isinstance(event, Ended):
+            choice.end(event.reason)
+        elif choice.take(event):
+            self.scheduler.cancel(self.jobs[number], event.choice)
+
+    async def whole(self, request: Request) -> Response:
+        """The answer once all of it is there, unless the caller goes or its time is up."""
+
+        async def collect() -> None:
+            while not self.reply.done:
+                await self.advance()
+
+        collecting, leaving = asyncio.create_task(collect()), asyncio.create_task(gone(request.receive))
+        try:
+            done, _ = await asyncio.wait({collecting, leaving}, timeout=self.timeout, return_when=asyncio.FIRST_COMPLETED)
+            if collecting in done:
+                collecting.result()
+                return json_response(self.reply.whole())
+            if leaving in done:
+                return NoResponse()
+            raise too_long(self.timeout)
+        finally:
+            self.cancel()
+            await end(collecting, leaving)
+
+    async def chunks(self, usage: bool) -> AsyncIterator[bytes]:
+        """The events of a stream, an error as the last one."""
+        deadline = asyncio.get_running_loop().time() + self.timeout
+        try:
+            for chunk in self.reply.first_chunks():
+                yield sse(chunk)
+            while not self.reply.done:
+                try:
+                    async with asyncio.timeout_at(deadline):
+                        await self.advance()
+                except TimeoutError:
+                    raise too_long(self.timeout) from None
+                news = [made for choice in self.reply.choices if (made := self.reply.chunk(choice)) is not None]
+                if news:
+                    yield b"".join(map(sse, news))
+            if usage:
+                yield sse(self.reply.usage_chunk())
+            yield b"data: [DONE]\n\n"
+        except ApiError as error:
+            yield sse(error.body())
+
+
+class EventStream(Response):
+    """Server-sent events of an exchange. A caller that goes, or does not read, ends it."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, exchange: Exchange, usage: bool) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self.exchange, self.usage = exchange, usage
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def tell() -> None:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async with contextlib.aclosing(self.exchange.chunks(self.usage)) as chunks:  # type: ignore[type-var]
+                async for chunk in chunks:
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+
+        telling, leaving = asyncio.create_task(tell()), asyncio.create_task(gone(receive))
+        try:
+            limit = self.exchange.timeout + GRACE
+            done, _ = await asyncio.wait({telling, leaving}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            if telling in done and not isinstance(telling.exception(), OSError | None):
+                telling.result()
+        finally:
+            self.exchange.cancel()
+            await end(telling, leaving)
+
+
+def failure(error: Exception) -> ApiError:
+    """What the scheduler says of a job that failed, to its caller."""
+    if isinstance(error, Closed):
+        return ApiError(503, str(error), code="closed")
+    if isinstance(error, torch.OutOfMemoryError):
+        return ApiError(503, "the server has too little memory for this now; try again later", code="memory")
+    return ApiError(500, f"the model failed: {' '.join(str(error).split())[:300]}")
+
+
+def too_long(seconds: float) -> ApiError:
+    return ApiError(503, f"the request took longer than {seconds:g} seconds", code="timeout")
+
+
+def sse(content: Any) -> bytes:
+    return b"data: " + to_json(content) + b"\n\n"
+
+
+async def gone(receive: Receive) -> None:
+    """Returns when the caller has closed the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def end(*tasks: asyncio.Task) -> None:
+    """Cancels tasks and sees them end."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

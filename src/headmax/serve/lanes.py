@@ -1,0 +1,175 @@
+"""Slots for sequences that decode, and the step of those in use: all in one batch, or each by itself."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from headmax.generate.sampling import Features, Sampled, Sampler, Sampling
+from headmax.generate.step import Fetched, State, Step
+from headmax.models import HeadmaxForCausalLM
+from headmax.serve.job import Likeliest
+
+
+class Outcome(NamedTuple):
+    """A sequence's next token, NO_TOKEN where its logits are not finite."""
+
+    token: int
+    logprob: float | None
+    likeliest: Likeliest | None
+
+
+Wait = Callable[[], dict[int, Outcome]]
+"""Gives the outcome of each slot of a step, once it is on the host."""
+
+
+class Lanes(Protocol):
+    """What the scheduler needs of slots."""
+
+    def free(self) -> int:
+        """How many slots are free."""
+
+    def enter(self, states: Sequence[State], text: Tensor, generated: int, rules: Sampling) -> int:
+        """Puts a sequence into a slot, as `Step.put` does, and says which."""
+
+    def leave(self, slot: int) -> None: ...
+
+    def take(self, slot: int, length: int) -> tuple[State, ...]:
+        """A copy of the states in a slot."""
+
+    def run(self, wanted: Mapping[int, Features]) -> Wait:
+        """One step of these slots."""
+
+    def compact(self) -> dict[int, int]:
+        """Moves sequences so that steps are smaller; from where to where."""
+
+
+def outcomes(sampled: Sampled, rows: Mapping[int, int], wanted: Mapping[int, Features]) -> dict[int, Outcome]:
+    """Of each slot, out of results on the host; `rows` says which row each slot has there."""
+    tokens = sampled.tokens.tolist()
+    logprobs = None if sampled.logprobs is None else sampled.logprobs.tolist()
+    made = {}
+    for slot, features in wanted.items():
+        row, likeliest = rows[slot], None
+        if features.alternatives and sampled.likeliest is not None:
+            values, ids = sampled.likeliest
+            likeliest = list(zip(ids[row].tolist(), values[row].tolist(), strict=True))
+        made[slot] = Outcome(tokens[row], logprobs[row] if logprobs is not None and features.logprobs else None, likeliest)
+    return made
+
+
+def warm(features: Features) -> Features:
+    """Of the two sets that a GPU has graphs for, the one that has all that is asked for."""
+    rare = features.sorted or features.penalized or features.alternatives
+    return Features(True, rare, rare, True, rare)
+
+
+class Batch:
+    """All slots in one step: as many rows as are in use, rounded up to a power of two, or always all of them if `fixed`."""
+
+    def __init__(
+        self, model: HeadmaxForCausalLM, number: int, state_dtype: torch.dtype, length: int | None, *, fixed: bool = False
+    ) -> None:
+        self.step, self.number, self.fixed = Step(model, number, state_dtype, length), number, fixed
+        self.graphs = model.device.type == "cuda"
+        self.empty = list(range(number))
+        self.used: set[int] = set()
+        if self.graphs:  # now, since capturing runs the step on whatever is in the slots
+            for rows in {self.rows(count) for count in range(1, number + 1)}:
+                for features in (warm(Features()), warm(Features(sorted=True))):
+                    self.step.prepare(rows, features)
+
+    def rows(self, count: int) -> int:
+        """The batch size that runs so many slots."""
+        return self.number if self.fixed else min(1 << (count - 1).bit_length(), self.number)
+
+    def free(self) -> int:
+        return len(self.empty)
+
+    def enter(self, states: Sequence[State], text: Tensor, generated: int, rules: Sampling) -> int:
+        slot = self.empty[0]
+        if rules.penalized:
+            self.step.sampler.remember()
+        self.step.put(slot, states, text, generated, rules)
+        heapq.heappop(self.empty)
+        self.used.add(slot)
+        return slot
+
+    def leave(self, slot: int) -> None:
+        self.used.remove(slot)
+        heapq.heappush(self.empty, slot)
+
+    def take(self, slot: int, length: int) -> tuple[State, ...]:
+        return self.step.take(slot, length)
+
+    def run(self, wanted: Mapping[int, Features]) -> Wait:
+        union = Features(*(any(flags) for flags in zip(*wanted.values(), strict=True)))
+        rows = self.rows(max(wanted) + 1)
+        fetched = Fetched(self.step.prepare(rows, warm(union) if self.graphs else union)(), rows)
+        return lambda: outcomes(fetched.wait(), {slot: slot for slot in wanted}, wanted)
+
+    def compact(self) -> dict[int, int]:
+        moved: dict[int, int] = {}
+        while self.used and self.rows(max(self.used) + 1) > self.rows(len(self.used)):
+            source, target = max(self.used), self.empty[0]
+            self.step.move(source, target)
+            self.leave(source)
+            self.empty.remove(target)
+            heapq.heapify(self.empty)
+            self.used.add(target)
+            moved[source] = target
+        return moved
+
+
+class Apart:
+    """Each slot a step of its own: on a CPU, where a product's rounding depends on how many rows it has."""
+
+    def __init__(self, model: HeadmaxForCausalLM, number: int, state_dtype: torch.dtype, length: int | None) -> None:
+        self.steps = [Step(model, 1, state_dtype, length) for _ in range(number)]
+        self.empty = list(range(number))
+
+    def free(self) -> int:
+        return len(self.empty)
+
+    def enter(self, states: Sequence[State], text: Tensor, generated: int, rules: Sampling) -> int:
+        slot = self.empty[0]
+        if rules.penalized:
+            self.steps[slot].sampler.remember()
+        self.steps[slot].put(0, states, text, generated, rules)
+        return heapq.heappop(self.empty)
+
+    def leave(self, slot: int) -> None:
+        heapq.heappush(self.empty, slot)
+
+    def take(self, slot: int, length: int) -> tuple[State, ...]:
+        return self.steps[slot].take(0, length)
+
+    def run(self, wanted: Mapping[int, Features]) -> Wait:
+        made: dict[int, Outcome] = {}
+        for slot, features in wanted.items():
+            sampled = self.steps[slot].prepare(1, features)()
+            made |= outcomes(sampled, {slot: 0}, {slot: features})
+        return lambda: made
+
+    def compact(self) -> dict[int, int]:
+        return {}
+
+
+class FirstToken:
+    """Samples what follows a prompt, one sequence at a time and thus always alike."""
+
+    def __init__(self, model: HeadmaxForCausalLM) -> None:
+        self.sampler = Sampler(1, model.config.vocab_size, model.device)
+
+    @torch.no_grad()
+    def __call__(self, logits: Tensor, prompt: Tensor, rules: Sampling, features: Features) -> Outcome:
+        """`logits` [1, vocabulary] after a prompt [n]."""
+        if rules.penalized:
+            self.sampler.remember()
+        self.sampler.put(0, rules, prompt, prompt[:0])
+        position = torch.tensor([len(prompt)], device=logits.device)
+        return outcomes(Fetched(self.sampler(logits, position, features), 1).wait(), {0: 0}, {0: features})[0]

@@ -1,0 +1,226 @@
+"""Reading prompts in pieces, from the longest beginning that the prefix cache knows."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from headmax.generate.prefill import Reader
+from headmax.generate.sampling import ALTERNATIVES
+from headmax.generate.step import State
+from headmax.models import HeadmaxForCausalLM
+from headmax.serve.cache import PrefixCache
+from headmax.serve.job import Job, NewToken
+from headmax.serve.tree import Node
+
+
+class Pieces(NamedTuple):
+    """How prompts are cut."""
+
+    chunk: int
+    """States are kept after whole chunks, counted from the text's start."""
+    most: int
+    """Most tokens of prompts between two steps of those that decode; a piece has as many at most."""
+    exact: bool
+    """Every piece ends with its chunk, so that each has the same shape whatever the cache holds."""
+
+
+class Reading:
+    """A text under way. Without a job it is read for the cache alone."""
+
+    def __init__(self, tokens: Tensor, job: Job | None = None, most: int = 0) -> None:
+        """`most` are the tokens that may be read of a text without a job; where more are missing it is not worth it."""
+        self.tokens, self.job, self.most = tokens, job, most
+        self.reader: Reader | None = None
+        self.cached = 0
+        self.cuts: set[int] = set()
+        """Where states are to be kept."""
+        self.scores: list[NewToken] = []
+        self.hidden: Tensor | None = None
+        """[1, hidden] of the last token read."""
+        self.node: Node | None = None
+        self.promise: Future[tuple[State, ...]] | None = None
+        self.after: tuple[Reading, int] | None = None
+        """Another that reads the same beginning, and how long that is: its states are waited for, once."""
+        self.has_waited = False
+        self.over = False
+        self.error: Exception | None = None
+        """Why it cannot be read: its next piece raises it."""
+
+    @property
+    def position(self) -> int:
+        return 0 if self.reader is None else self.reader.position
+
+    @property
+    def left(self) -> int:
+        return len(self.tokens) - self.position
+
+
+class Prompts:
+    """All texts under way, for one thread. Two kinds of turn: the oldest text, and the one with the least left, so that a long prompt
+    neither waits for ever nor keeps short ones waiting."""
+
+    def __init__(self, model: HeadmaxForCausalLM, cache: PrefixCache | None, pieces: Pieces, wake: Callable[[], None]) -> None:
+        self.model, self.cache, self.pieces, self.wake = model, cache, pieces, wake
+        self.reading: list[Reading] = []
+        self.later: deque[Reading] = deque(maxlen=64)
+        self.turn = 0
+
+    def begin(self, job: Job) -> None:
+        self.reading.append(Reading(job.tokens, job))
+        self._locate(self.reading[-1])
+
+    def keep_later(self, text: Tensor, generated: int) -> None:
+        """Has the states after the whole chunks of a text [n] computed when no prompt is to be read."""
+        end = len(text) // self.pieces.chunk * self.pieces.chunk
+        if self.cache is not None and end > len(text) - generated:
+            self.later.append(Reading(text[:end], None, generated + 2 * self.pieces.chunk))
+
+    def drop(self, job: Job) -> None:
+        """Forgets a job's text."""
+        for reading in self.reading:
+            reading.over = reading.over or reading.job is job
+        self.reading = [reading for reading in self.reading if not reading.over]
+
+    def next(self, most: int) -> Reading | None:
+        """The text whose turn it is; None if none is ready, or if its piece has more than `most` tokens while others were read already."""
+        ready = [reading for reading in self.reading if self._ready(reading)]
+        if ready:
+            chosen = min(ready, key=lambda reading: reading.left) if self.turn % 2 else ready[0]
+            if most < self.pieces.most and (chosen.error is not None or self._size(chosen) > most):
+                return None
+            self.turn += 1
+            return chosen
+        while self.later and most == self.pieces.most:
+            reading = self.later[0]
+            if not self._settled(reading):
+                assert self.cache is not None
+                if self.cache.has(reading.tokens):
+                    self.later.popleft()
+                    continue
+                self._locate(reading)
+            if self._ready(reading) and reading.left <= reading.most:
+                return reading
+            if reading.promise is not None:
+                return None
+            self.later.popleft()
+        return None
+
+    def read(self, reading: Reading) -> bool:
+        """One piece of a text; whether that was its last."""
+        if reading.error is not None:
+            raise reading.error
+        reader = reading.reader
+        assert reader is not None
+        start = reader.position
+        hidden = reader.read(self._size(reading))
+        if reading.job is not None and reading.job.scored:
+            self._score(reading, start, hidden)
+        if self.cache is not None and reader.position in reading.cuts:
+            self.cache.put(reading.tokens[: reader.position], reader.states())
+        if reader.left:
+            return False
+        reading.over, reading.hidden = True, hidden[-1:]
+        if reading.job is None:
+            self.later.remove(reading)
+        else:
+            self.reading.remove(reading)
+        return True
+
+    def _size(self, reading: Reading) -> int:
+        """Tokens of the next piece."""
+        at = reading.position
+        if self.pieces.exact:
+            return min(reading.left, self.pieces.chunk - at % self.pieces.chunk)
+        following = min((cut for cut in reading.cuts if cut > at), default=len(reading.tokens))
+        return min(following - at, self.pieces.most)
+
+    @staticmethod
+    def _settled(reading: Reading) -> bool:
+        return reading.reader is not None or reading.promise is not None or reading.after is not None
+
+    def _ready(self, reading: Reading) -> bool:
+        """Whether its next piece can be read, after a look at what it waits for."""
+        try:
+            if reading.promise is not None and reading.promise.done():
+                self._arrived(reading, reading.promise)
+            if reading.after is not None:
+                other, end = reading.after
+                if other.over or other.position >= end:
+                    reading.after = None
+                    self._locate(reading)
+        except Exception as error:  # such as too little memory for its states
+            reading.error = error
+        return reading.reader is not None or reading.error is not None
+
+    def _arrived(self, reading: Reading, promise: Future[tuple[State, ...]]) -> None:
+        """Goes on from what the folder had."""
+        assert self.cache is not None
+        assert reading.node is not None
+        reading.promise = None
+        states = self.cache.arrived(reading.node, promise)
+        if states is None:
+            self._locate(reading)
+        else:
+            self._start(reading, reading.node.depth * self.pieces.chunk, states)
+
+    def _locate(self, reading: Reading) -> None:
+        """Finds where to go on from: the start, states in the cache, or those that another text is about to have."""
+        if self.cache is None or (reading.job is not None and reading.job.scored):
+            return self._start(reading, 0, ())
+        node, common = self.cache.match(reading.tokens)
+        reading.cuts.add(common * self.pieces.chunk)
+        known = 0 if node is None else node.depth * self.pieces.chunk
+        reading.after = self._ahead(reading, known)
+        if reading.after is not None:
+            return None
+        if node is None:
+            return self._start(reading, 0, ())
+        states = self.cache.fetch(node)
+        if isinstance(states, Future):
+            reading.node, reading.promise = node, states
+            states.add_done_callback(lambda _: self.wake())
+            return None
+        return self._start(reading, known, states)
+
+    def _start(self, reading: Reading, past: int, states: tuple[State, ...]) -> None:
+        reading.cached = past
+        reading.cuts.add(len(reading.tokens) // self.pieces.chunk * self.pieces.chunk)
+        reading.reader = Reader(self.model, reading.tokens, states, past)
+
+    def _ahead(self, reading: Reading, known: int) -> tuple[Reading, int] | None:
+        """An older text that will have states further on in this one than the `known` tokens."""
+        if reading.job is None or reading.has_waited:
+            return None
+        for other in self.reading:
+            if other is reading:
+                return None
+            length = min(len(other.tokens), len(reading.tokens) - 1)
+            differing = (other.tokens[:length] != reading.tokens[:length]).nonzero()
+            shared = int(differing[0]) if len(differing) else length
+            end = shared // self.pieces.chunk * self.pieces.chunk
+            if end > known and other.position < end:
+                reading.has_waited = True
+                other.cuts.add(end)
+                return other, end
+        return None
+
+    @torch.no_grad()
+    def _score(self, reading: Reading, start: int, hidden: Tensor) -> None:
+        """Notes the log-probabilities of the tokens that follow those just read, with outputs hidden [n, hidden]."""
+        assert reading.reader is not None
+        assert reading.job is not None
+        targets = reading.tokens[start + 1 : start + 1 + len(hidden)]
+        if not len(targets):
+            return
+        logprobs = reading.reader.logits(hidden[: len(targets)]).log_softmax(-1)
+        chosen = logprobs.gather(1, targets.to(logprobs.device).unsqueeze(1))[:, 0].tolist()
+        values, ids = (x.tolist() for x in logprobs.topk(min(ALTERNATIVES, logprobs.shape[1]), dim=-1))
+        for n, token in enumerate(targets.tolist()):
+            likeliest = list(zip(ids[n], values[n], strict=True)) if reading.job.likeliest else None
+            reading.scores.append(NewToken(0, token, chosen[n], likeliest))

@@ -1,0 +1,180 @@
+"""What a request's events make, in OpenAI's forms: whole, or as the pieces of a stream."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from headmax.serve.job import Likeliest, NewToken
+from headmax.serve.words import Words
+
+LEAST = -9999.0
+"""Stands for log-probabilities that JSON has no number for."""
+
+
+class News(NamedTuple):
+    """A part of a choice."""
+
+    text: str
+    scores: list[NewToken]
+    """Of its tokens, and of the prompt's where that is echoed and scored."""
+    tokens: list[int]
+
+
+class Continuation:
+    """One choice: its tokens and text so far, and how much of them has been told."""
+
+    def __init__(self, index: int, words: Words | None, stops: Sequence[str], start: str = "") -> None:
+        """`start` is what the text begins with: the prompt, where that is echoed."""
+        self.index = index
+        self.stream = None if words is None else words.stream(stops)
+        self.text = start
+        self.tokens: list[int] = []
+        self.scores: list[NewToken] = []
+        self.finish: str | None = None
+        self.told = (0, 0, 0)
+        self.offset = 0
+        self.closed = False
+        """Whether the end has been told."""
+
+    def take(self, event: NewToken) -> bool:
+        """Notes a token; whether a stop string has ended the text with it."""
+        if self.finish is not None:
+            return False
+        self.tokens.append(event.token)
+        self.scores.append(event)
+        if self.stream is not None:
+            self.text += self.stream.push(event.token)
+            if self.stream.stopped:
+                self.finish = "stop"
+        return self.finish is not None
+
+    def end(self, reason: str) -> None:
+        if self.finish is None:
+            self.finish = reason
+            self.text += "" if self.stream is None else self.stream.finish()
+
+    def news(self) -> News:
+        """What has come since the last call."""
+        text, scores, tokens = self.told
+        self.told = len(self.text), len(self.scores), len(self.tokens)
+        return News(self.text[text:], self.scores[scores:], self.tokens[tokens:])
+
+
+class Reply:
+    """A request's choices, and what is said about them all."""
+
+    kind, object, chunk_object = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, model: str, words: Words | None, choices: list[Continuation], *, logprobs: int | None, token_ids: bool) -> None:
+        """`logprobs`: how many of the likeliest tokens to tell; None to tell of none."""
+        self.words, self.choices, self.logprobs, self.token_ids = words, choices, logprobs, token_ids
+        self.head = {"id": f"{self.kind}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self.prompt_tokens = self.cached_tokens = 0
+
+    @property
+    def done(self) -> bool:
+        return all(choice.finish is not None for choice in self.choices)
+
+    def usage(self) -> dict[str, Any]:
+        generated = sum(len(choice.tokens) for choice in self.choices)
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": generated,
+            "total_tokens": self.prompt_tokens + generated,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+    def whole(self) -> dict[str, Any]:
+        choices = [self._choice(choice, choice.news()) for choice in self.choices]
+        return {**self.head, "object": self.object, "choices": choices, "usage": self.usage()}
+
+    def first_chunks(self) -> Iterable[dict[str, Any]]:
+        """What a stream begins with."""
+        return ()
+
+    def chunk(self, choice: Continuation) -> dict[str, Any] | None:
+        """What is new of a choice, if anything is."""
+        ended, news = choice.finish is not None and not choice.closed, choice.news()
+        scored, named = self.logprobs is not None and news.scores, self.token_ids and news.tokens
+        if not (ended or news.text or scored or named):
+            return None
+        choice.closed = choice.finish is not None
+        return {**self.head, "object": self.chunk_object, "choices": [self._part(choice, news)]}
+
+    def usage_chunk(self) -> dict[str, Any]:
+        return {**self.head, "object": self.chunk_object, "choices": [], "usage": self.usage()}
+
+    def _choice(self, choice: Continuation, news: News) -> dict[str, Any]:
+        """Of a whole reply."""
+        return self._part(choice, news)
+
+    def _part(self, choice: Continuation, news: News) -> dict[str, Any]:
+        """Of a stream."""
+        logprobs = None if self.logprobs is None else self._logprobs(choice, news.scores)
+        made = {"index": choice.index, **self._content(news.text), "logprobs": logprobs, "finish_reason": choice.finish}
+        return made | {"token_ids": news.tokens} if self.token_ids else made
+
+    def _content(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    def _logprobs(self, choice: Continuation, scores: list[NewToken]) -> dict[str, Any]:
+        """Of completions: lists side by side."""
+        names = [self._name(score.token) for score in scores]
+        offsets = []
+        for name in names:
+            offsets.append(choice.offset)
+            choice.offset += len(name)
+        tops = [None if score.likeliest is None else dict(map(self._pair, self._top(score.likeliest))) for score in scores]
+        return {
+            "tokens": names,
+            "token_logprobs": [None if score.logprob is None else number(score.logprob) for score in scores],
+            "top_logprobs": tops if self.logprobs else None,
+            "text_offset": offsets,
+        }
+
+    def _top(self, likeliest: Likeliest) -> Likeliest:
+        return likeliest[: self.logprobs or 0]
+
+    def _pair(self, pair: tuple[int, float]) -> tuple[str, float]:
+        return self._name(pair[0]), number(pair[1])
+
+    def _name(self, token: int) -> str:
+        return f"token_id:{token}" if self.words is None else self.words.token(token)[0]
+
+
+class ChatReply(Reply):
+    kind, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def first_chunks(self) -> Iterable[dict[str, Any]]:
+        for choice in self.choices:
+            delta = {"role": "assistant", "content": ""}
+            made = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
+            yield {**self.head, "object": self.chunk_object, "choices": [made]}
+
+    def _choice(self, choice: Continuation, news: News) -> dict[str, Any]:
+        made = super()._choice(choice, news)
+        del made["delta"]
+        return made | {"message": {"role": "assistant", "content": news.text, "refusal": None}}
+
+    def _content(self, text: str) -> dict[str, Any]:
+        return {"delta": {"content": text} if text else {}}
+
+    def _logprobs(self, choice: Continuation, scores: list[NewToken]) -> dict[str, Any]:
+        """Of chats: one entry a token."""
+        return {"content": list(map(self._scored, scores)), "refusal": None}
+
+    def _scored(self, score: NewToken) -> dict[str, Any]:
+        tops = [self._entry(token, p) for token, p in self._top(score.likeliest or [])]
+        return self._entry(score.token, score.logprob) | {"top_logprobs": tops}
+
+    def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:
+        assert self.words is not None
+        name, raw = self.words.token(token)
+        return {"token": name, "bytes": raw, "logprob": LEAST if logprob is None else number(logprob)}
+
+
+def number(logprob: float) -> float:
+    return max(logprob, LEAST)

@@ -1,0 +1,360 @@
+"""Continuous batching: one thread owns model and slots; jobs come and go at any time, from any thread."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+
+import torch
+
+from headmax.generate.sampling import NO_TOKEN
+from headmax.models import HeadmaxForCausalLM
+from headmax.serve.cache import PrefixCache
+from headmax.serve.job import Choice, Closed, Ended, Event, Failed, Full, Job, NewToken, Read
+from headmax.serve.lanes import FirstToken, Lanes, Outcome, Wait
+from headmax.serve.metrics import Metrics
+from headmax.serve.prompts import Pieces, Prompts, Reading
+
+logger = logging.getLogger("headmax")
+
+MOST_FAILURES = 3
+"""Steps in a row that may fail before the scheduler gives up."""
+
+
+class Scheduler:
+    """Each turn of the thread admits jobs in the order they came, reads pieces of prompts up to a number of tokens, and moves all choices
+    in slots on by one token: nobody who generates waits for more than that.
+
+    Its methods may be called from any thread; `Job.listen` is called in the scheduler's.
+    """
+
+    def __init__(
+        self,
+        model: HeadmaxForCausalLM,
+        lanes: Lanes,
+        *,
+        pieces: Pieces,
+        cache: PrefixCache | None = None,
+        queue: int = 256,
+        ahead: int | None = None,
+        metrics: Metrics | None = None,
+    ) -> None:
+        """
+        Args:
+            queue: most jobs that wait for a slot.
+            ahead: steps that may be under way on the device while the host looks at an earlier one; by default 1 on a GPU.
+        """
+        self.model, self.lanes, self.cache, self.pieces, self.queue = model, lanes, cache, pieces, queue
+        self.ahead = (1 if model.device.type == "cuda" else 0) if ahead is None else ahead
+        self.metrics = Metrics() if metrics is None else metrics
+        self.first = FirstToken(model)
+        self.prompts = Prompts(model, cache, pieces, self.wake)
+        self.changed = threading.Condition()
+        self.version = 0
+        self.waiting: deque[Job] = deque()
+        self.cancelled: list[tuple[Job, int | None]] = []
+        self.closing = self.draining = False
+        self.broken: Exception | None = None
+        self.ready: deque[tuple[Reading, list[int]]] = deque()
+        """Prompts that have been read, and which of their choices have no slot yet."""
+        self.running: dict[int, Choice] = {}
+        self.pending: deque[tuple[dict[int, Choice], Wait]] = deque()
+        self.failures = 0
+        self.metrics.watch(self, cache)
+        self.thread = threading.Thread(target=self._run, name="headmax-scheduler", daemon=True)
+
+    def start(self) -> Scheduler:
+        self.thread.start()
+        return self
+
+    def submit(self, *jobs: Job) -> None:
+        """Takes all of these jobs or none: `Full` if too many wait, `Closed` once the scheduler ends."""
+        with self.changed:
+            if self.closing or self.broken is not None:
+                raise Closed("the server is shutting down" if self.broken is None else f"the server has failed: {self.broken}")
+            if len(self.waiting) + len(jobs) > self.queue:
+                raise Full(f"{len(self.waiting)} requests wait already, at most {self.queue} may")
+            self.waiting.extend(jobs)
+            self._notify()
+
+    def cancel(self, job: Job, choice: int | None = None) -> None:
+        """Ends a job, or one of its choices, before the next step; nothing more comes of it but what is under way."""
+        with self.changed:
+            self.cancelled.append((job, choice))
+            self._notify()
+
+    def close(self, drain: bool = False, timeout: float | None = None) -> bool:
+        """Ends the thread: at once, when what runs fails with `Closed`, or after all that was taken is done. Whether it has ended."""
+        with self.changed:
+            self.closing, self.draining = True, drain
+            self._notify()
+        if self.thread.ident is not None:
+            self.thread.join(timeout)
+        return not self.thread.is_alive()
+
+    def wake(self) -> None:
+        with self.changed:
+            self._notify()
+
+    def _notify(self) -> None:
+        self.version += 1
+        self.changed.notify()
+
+    def _run(self) -> None:
+        try:
+            device = torch.cuda.device(self.model.device) if self.model.device.type == "cuda" else contextlib.nullcontext()
+            with torch.no_grad(), device:
+                while self._turn():
+                    pass
+        except Exception as error:
+            logger.exception("the scheduler has failed")
+            self.broken = error
+        with self.changed:
+            self.closing = True
+        reason = Closed("the server is shutting down") if self.broken is None else self.broken
+        for job in {*self.waiting, *self._jobs()}:
+            self._tell(job, Failed(reason))
+        self.waiting.clear()
+        if self.cache is not None:
+            self.cache.close()
+
+    def _jobs(self) -> set[Job]:
+        """All that were admitted and have not ended."""
+        reading = {reading.job for reading in (*self.prompts.reading, *(reading for reading, _ in self.ready))}
+        return {job for job in reading if job is not None} | {choice.job for choice in self.running.values()}
+
+    def _turn(self) -> bool:
+        """One round of the loop; whether there is another."""
+        seen = self.version
+        self._cancel()
+        busy = self._admit()
+        busy = self._read() or busy
+        busy = self._enter() or busy
+        busy = self._decode() or busy
+        with self.changed:
+            if self.closing and not (self.draining and (self.waiting or self._jobs())):
+                return False
+            if not busy and seen == self.version:
+                self.changed.wait(1.0)
+        return True
+
+    def _cancel(self) -> None:
+        with self.changed:
+            cancelled, self.cancelled = self.cancelled, []
+            for job in [job for job, choice in cancelled if choice is None]:
+                job.cancelled = True
+            if cancelled:
+                self.waiting = deque(job for job in self.waiting if not job.cancelled)
+        for job, choice in cancelled:
+            if choice is None:
+                self._drop(job)
+            elif choice not in job.cancelled_choices:
+                job.cancelled_choices.add(choice)
+                for slot, running in list(self.running.items()):
+                    if running.job is job and running.choice == choice:
+                        self._leave(slot)
+                        self._close(job)
+
+    def _drop(self, job: Job) -> None:
+        """Forgets a job wherever it is; its slots are free."""
+        job.cancelled = True
+        self.prompts.drop(job)
+        self.ready = deque(entry for entry in self.ready if entry[0].job is not job)
+        for slot, choice in list(self.running.items()):
+            if choice.job is job:
+                self._leave(slot)
+
+    def _fail(self, job: Job, error: Exception) -> None:
+        self._drop(job)
+        self._tell(job, Failed(error))
+
+    def _tell(self, job: Job, event: Event) -> None:
+        try:
+            job.listen(event)
+        except Exception as error:  # a listener that fails is as good as gone
+            logger.warning("a listener failed: %s", error)
+            self.cancel(job)
+
+    def _admit(self) -> bool:
+        """Begins to read the prompts of those who waited longest, as many as there are slots for."""
+        begun = False
+        while self.waiting and len(self.prompts.reading) + sum(len(choices) for _, choices in self.ready) < self.lanes.free():
+            with self.changed:
+                job = self.waiting.popleft()
+            job.open = len(job.rules)
+            try:
+                self.prompts.begin(job)
+            except Exception as error:
+                logger.exception("a prompt could not be begun")
+                self._fail(job, error)
+            begun = True
+        return begun
+
+    def _read(self) -> bool:
+        """Pieces of prompts, as many as may come between two steps; at least one if there is any."""
+        left = self.pieces.most
+        while (reading := self.prompts.next(left)) is not None:
+            before = reading.position
+            self._read_piece(reading)
+            left -= max(1, reading.position - before)
+            if left <= 0 or reading.job is None:
+                return True
+        return left < self.pieces.most
+
+    def _read_piece(self, reading: Reading) -> None:
+        """One piece of one text."""
+        before = reading.position
+        try:
+            whole = self.prompts.read(reading)
+        except Exception as error:  # such as too little memory for it
+            logger.exception("reading a prompt failed")
+            reading.over = True
+            if reading.job is None:
+                self.prompts.later.remove(reading)
+            else:
+                self._fail(reading.job, error)
+            return
+        if reading.job is not None:
+            self.metrics.read.inc(reading.position - before)
+            if whole:
+                self._has_read(reading, reading.job)
+
+    def _has_read(self, reading: Reading, job: Job) -> None:
+        if self.cache is not None:
+            (self.metrics.hits if reading.cached else self.metrics.misses).inc()
+        self.metrics.cached.inc(reading.cached)
+        self._tell(job, Read(reading.cached, reading.scores if job.scored else None))
+        if job.max_new_tokens:
+            self.ready.append((reading, list(range(len(job.rules)))))
+        else:
+            for choice in range(len(job.rules)):
+                self._end(job, Ended(choice, "length"))
+
+    def _enter(self) -> bool:
+        """First tokens, and slots for those who go on, in the order in which prompts were read."""
+        entered = False
+        while self.ready and self.lanes.free():
+            reading, choices = self.ready[0]
+            number = choices.pop(0)
+            if not choices:
+                self.ready.popleft()
+            job = reading.job
+            assert job is not None
+            if number in job.cancelled_choices:
+                self._close(job)
+            else:
+                try:
+                    self._begin(reading, job, number)
+                except Exception as error:
+                    logger.exception("the first token of a request failed")
+                    self._fail(job, error)
+            entered = True
+        return entered
+
+    def _begin(self, reading: Reading, job: Job, number: int) -> None:
+        """The first token of a choice, and its slot if there are to be more."""
+        assert reading.reader is not None
+        assert reading.hidden is not None
+        rules = job.rules[number]
+        choice = Choice(job, number, rules, job.features(rules))
+        outcome = self.first(reading.reader.logits(reading.hidden), job.tokens, rules, choice.features)
+        if self._note(choice, outcome):
+            text = torch.cat([job.tokens, torch.tensor(choice.new)])
+            self.running[self.lanes.enter(reading.reader.states(), text, 1, rules)] = choice
+
+    def _decode(self) -> bool:
+        """Launches a step of all that want one, and takes what an earlier one gave."""
+        going = {slot: choice for slot, choice in self.running.items() if choice.launched < choice.job.max_new_tokens}
+        if going:
+            try:
+                wait = self.lanes.run({slot: choice.features for slot, choice in going.items()})
+                for slot, choice in going.items():
+                    choice.launched += 1
+                    self._mark(slot, choice)
+            except Exception as error:
+                self._step_failed(error)
+                return True
+            self.pending.append((going, wait))
+        took = False
+        while len(self.pending) > (self.ahead if going else 0):
+            self._take(*self.pending.popleft())
+            took = True
+        if took:
+            for source, target in self.lanes.compact().items():
+                self.running[target] = self.running.pop(source)
+        return bool(going) or took
+
+    def _step_failed(self, error: Exception) -> None:
+        """Those in slots have lost their states; the others go on, unless it happens again and again."""
+        logger.error("a step failed", exc_info=error)
+        self.failures += 1
+        self.pending.clear()
+        for job in {choice.job for choice in self.running.values()}:
+            self._fail(job, error)
+        if self.failures >= MOST_FAILURES:
+            raise error
+
+    def _take(self, launched: dict[int, Choice], wait: Wait) -> None:
+        """Hands out what a step gave."""
+        try:
+            outcomes = wait()
+        except Exception as error:
+            return self._step_failed(error)
+        self.failures = 0
+        slots = {choice: slot for slot, choice in self.running.items()}
+        for slot, choice in launched.items():
+            if not choice.done and not self._note(choice, outcomes[slot]) and choice in slots and not choice.done:
+                self._leave(slots[choice])
+        return None
+
+    def _note(self, choice: Choice, outcome: Outcome) -> bool:
+        """Tells of one more token of a choice; whether there are to be others."""
+        job, now = choice.job, time.monotonic()
+        if outcome.token == NO_TOKEN:
+            message = f"the model's logits are not finite after {len(choice.new)} new tokens: its weights hold NaN or infinity, or overflow"
+            self._fail(job, ValueError(message))
+            return False
+        (self.metrics.between if choice.new else self.metrics.first).observe(now - (choice.last if choice.new else job.arrived))
+        self.metrics.generated.inc()
+        choice.last = now
+        choice.new.append(outcome.token)
+        self._tell(job, NewToken(choice.choice, *outcome))
+        stopped = outcome.token in job.stop_tokens
+        if not stopped and len(choice.new) < job.max_new_tokens:
+            return True
+        self._end(job, Ended(choice.choice, "stop" if stopped else "length"))
+        return False
+
+    def _end(self, job: Job, event: Ended) -> None:
+        self._close(job)
+        self._tell(job, event)
+
+    def _close(self, job: Job) -> None:
+        """One choice less that is open."""
+        job.open -= 1
+        if not job.open:
+            self.metrics.whole.observe(time.monotonic() - job.arrived)
+
+    def _leave(self, slot: int) -> None:
+        """Frees a slot, and keeps what the prefix cache may want of it."""
+        choice = self.running.pop(slot)
+        choice.done = True
+        self.lanes.leave(slot)
+        if self.cache is None:
+            return
+        text = torch.cat([choice.job.tokens, torch.tensor(choice.new)])
+        if self.pieces.exact:
+            self.prompts.keep_later(text, len(choice.new))
+        elif choice.mark is not None and choice.mark[0] <= len(text):
+            self.cache.put(text[: choice.mark[0]], choice.mark[1])
+
+    def _mark(self, slot: int, choice: Choice) -> None:
+        """Copies the states of a slot where a chunk ends: the last such copy is kept when the turn ends."""
+        if self.cache is not None and not self.pieces.exact and choice.fed % self.pieces.chunk == 0:
+            try:
+                choice.mark = choice.fed, self.lanes.take(slot, choice.fed)
+            except torch.OutOfMemoryError:
+                choice.mark = None

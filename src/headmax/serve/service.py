@@ -1,0 +1,201 @@
+"""What the server answers on each path."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Sequence
+
+import torch
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+
+from headmax import durable
+from headmax.generate.sampling import Sampling
+from headmax.serve import openapi
+from headmax.serve.config import ServerConfig
+from headmax.serve.errors import ApiError, json_response
+from headmax.serve.exchange import EventStream, Exchange
+from headmax.serve.inbox import Mail
+from headmax.serve.job import Job
+from headmax.serve.metrics import CONTENT_TYPE
+from headmax.serve.reply import ChatReply, Continuation, Reply
+from headmax.serve.scheduler import Scheduler
+from headmax.serve.schema import ChatBody, CompletionBody, Generation, check
+from headmax.serve.words import Words
+
+MOST_TOGETHER = 1024
+"""Choices of all prompts of a request."""
+
+
+class Service:
+    """The endpoints of one model."""
+
+    def __init__(self, config: ServerConfig, scheduler: Scheduler, words: Words | None, vocabulary: int, ends: frozenset[int]) -> None:
+        self.config, self.scheduler, self.words, self.vocabulary, self.ends = config, scheduler, words, vocabulary, ends
+        self.created = int(time.time())
+        self.mail: Mail | None = None
+
+    async def models(self, request: Request) -> Response:
+        return json_response({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        self._check_model(request.path_params["name"])
+        return json_response(self._model())
+
+    async def health(self, request: Request) -> Response:
+        if self.scheduler.broken is not None:
+            raise ApiError(503, f"the server has failed: {self.scheduler.broken}", code="failed")
+        if self.scheduler.closing:
+            raise ApiError(503, "the server is shutting down", code="closed")
+        return json_response({"status": "ok"})
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self.scheduler.metrics.text(), headers={"content-type": CONTENT_TYPE})
+
+    async def openapi(self, request: Request) -> Response:
+        return json_response(openapi.document(self.config.name))
+
+    async def docs(self, request: Request) -> Response:
+        return HTMLResponse(openapi.page(self.config.name))
+
+    async def completions(self, request: Request) -> Response:
+        body = check(CompletionBody, await self._json(request))
+        self._check_model(body.model)
+        if body.best_of not in (None, body.n):
+            raise ApiError(400, f"best_of: must be n = {body.n} or left out, got {body.best_of}", param="best_of")
+        if len(body.prompt) > self.config.queue or len(body.prompt) * body.n > MOST_TOGETHER:
+            most = f"at most {self.config.queue} prompts, and {MOST_TOGETHER} choices of them all"
+            raise ApiError(400, f"prompt: a request may have {most}", param="prompt")
+        prompts = [await self._tokens(prompt) for prompt in body.prompt]
+        starts = [""] * len(prompts)
+        if body.echo and self.words is not None:
+            starts = [given if isinstance(given, str) else self.words.decode(ids) for given, ids in zip(body.prompt, prompts, strict=True)]
+        choices = self._continuations(body, [start for start in starts for _ in range(body.n)])
+        reply = Reply(self.config.name, self.words, choices, logprobs=body.logprobs, token_ids=body.return_token_ids)
+        jobs = self._jobs(body, prompts, body.max_tokens, body.logprobs, scored=body.echo and body.logprobs is not None)
+        return await self._answer(request, body, jobs, reply)
+
+    async def chat(self, request: Request) -> Response:
+        body = check(ChatBody, await self._json(request))
+        self._check_model(body.model)
+        if self.words is None:
+            raise ApiError(400, "this server has no tokenizer: use /v1/completions with token ids")
+        if body.top_logprobs is not None and not body.logprobs:
+            raise ApiError(400, "top_logprobs: needs logprobs", param="top_logprobs")
+        ids = await self.words.encode_chat([message.model_dump(exclude_none=True) for message in body.messages])
+        self._check_tokens(ids, "messages")
+        asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        limit = max(1, self.config.max_length - len(ids)) if asked is None else asked
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        choices = self._continuations(body, [""] * body.n)
+        reply = ChatReply(self.config.name, self.words, choices, logprobs=logprobs, token_ids=body.return_token_ids)
+        return await self._answer(request, body, self._jobs(body, [ids], limit, logprobs), reply)
+
+    async def _answer(self, request: Request, body: Generation, jobs: Sequence[Job], reply: Reply) -> Response:
+        if self.mail is None:
+            self.mail = Mail(asyncio.get_running_loop())
+        reply.prompt_tokens = sum(len(job.tokens) for job in jobs)
+        exchange = Exchange(self.scheduler, self.mail, jobs, reply, self.config.timeout)
+        if body.stream:
+            return EventStream(exchange, body.stream_options is not None and body.stream_options.include_usage)
+        return await exchange.whole(request)
+
+    def _continuations(self, body: Generation, starts: Sequence[str]) -> list[Continuation]:
+        if body.stop and self.words is None:
+            raise ApiError(400, "stop: this server has no tokenizer; use stop_token_ids", param="stop")
+        return [Continuation(index, self.words, body.stop, start) for index, start in enumerate(starts)]
+
+    def _jobs(
+        self, body: Generation, prompts: Sequence[Sequence[int]], limit: int, logprobs: int | None, scored: bool = False
+    ) -> list[Job]:
+        """One for each prompt; nobody listens to them yet."""
+        for token in body.stop_token_ids:
+            if not 0 <= token < self.vocabulary:
+                raise ApiError(400, f"stop_token_ids: {token} is not in the vocabulary of {self.vocabulary} tokens", param="stop_token_ids")
+        stops = frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else self.ends)
+        jobs = []
+        for number, ids in enumerate(prompts):
+            if len(ids) + limit > self.config.max_length:
+                said = f"{len(ids)} tokens of prompt and {limit} new ones exceed the limit of {self.config.max_length} tokens"
+                raise ApiError(400, said, param="max_tokens", code="context_length_exceeded")
+            jobs.append(
+                Job(
+                    torch.tensor(ids, dtype=torch.int64),
+                    self._rules(body, number),
+                    limit,
+                    listen=lambda event: None,
+                    stop_tokens=stops,
+                    logprobs=logprobs is not None,
+                    likeliest=bool(logprobs),
+                    scored=scored,
+                )
+            )
+        return jobs
+
+    def _rules(self, body: Generation, prompt: int) -> list[Sampling]:
+        """Of each choice: with a seed the same for every prompt."""
+        seed = secrets.randbelow(2**63) if body.seed is None else body.seed
+        top_k = None if body.top_k is None or body.top_k < 1 else body.top_k
+        return [
+            Sampling(
+                temperature=body.temperature,
+                top_k=top_k,
+                top_p=body.top_p,
+                min_p=body.min_p,
+                repetition_penalty=body.repetition_penalty,
+                seed=(seed + n) % 2**63,
+                presence_penalty=body.presence_penalty,
+                frequency_penalty=body.frequency_penalty,
+            )
+            for n in range(body.n)
+        ]
+
+    async def _tokens(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, str):
+            if self.words is None:
+                raise ApiError(400, "prompt: this server has no tokenizer; give token ids", param="prompt")
+            prompt = await self.words.encode(prompt)
+        self._check_tokens(prompt, "prompt")
+        return prompt
+
+    def _check_tokens(self, ids: Sequence[int], param: str) -> None:
+        if not ids:
+            raise ApiError(400, f"{param}: empty; give at least one token", param=param)
+        if len(ids) >= self.config.max_length + 1:
+            said = f"{param}: {len(ids)} tokens exceed the limit of {self.config.max_length}"
+            raise ApiError(400, said, param=param, code="context_length_exceeded")
+        if min(ids) < 0 or max(ids) >= self.vocabulary:
+            raise ApiError(400, f"{param}: ids must be from 0 to {self.vocabulary - 1}, got {min(ids)} to {max(ids)}", param=param)
+
+    def _check_model(self, name: str) -> None:
+        if name != self.config.name:
+            raise ApiError(404, f"model {name!r} is not served here; {self.config.name!r} is", param="model", code="model_not_found")
+
+    def _model(self) -> dict[str, object]:
+        return {"id": self.config.name, "object": "model", "created": self.created, "owned_by": "headmax"}
+
+    async def _json(self, request: Request) -> object:
+        """The body of a request, within the limits of size and time."""
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise ApiError(415, f"content-type must be application/json, got {kind!r}")
+        try:
+            async with asyncio.timeout(self.config.body_timeout):
+                raw = await self._body(request)
+        except TimeoutError:
+            raise ApiError(408, f"the body did not come within {self.config.body_timeout:g} seconds") from None
+        try:
+            return durable.parse_json(raw.decode())
+        except ValueError as error:  # UnicodeDecodeError among them
+            raise ApiError(400, f"the body must be JSON in UTF-8: {str(error)[:200]}") from None
+
+    async def _body(self, request: Request) -> bytes:
+        parts, size = [], 0
+        async for part in request.stream():
+            size += len(part)
+            if size > self.config.max_body:
+                raise ApiError(413, f"the body has more than {self.config.max_body} bytes", code="body_too_large")
+            parts.append(part)
+        return b"".join(parts)

@@ -1,0 +1,34 @@
+"""The examples of docs/serving.md against a server."""
+
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from .calling import ROOT, openai_client, serving
+
+TEXT = (ROOT / "docs/serving.md").read_text()
+ADDRESS = "http://127.0.0.1:8000"
+
+
+def test_the_examples_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (bash,) = re.findall(r"```bash\n(.*?)```", TEXT, flags=re.DOTALL)
+    (python,) = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
+    assert python.count(ADDRESS) == 1
+    with serving() as server:
+        monkeypatch.setattr("openai.OpenAI", lambda base_url, api_key: openai_client(base_url.removesuffix("/v1"), api_key))
+        scope: dict = {}
+        exec(python.replace(ADDRESS, server.url), scope)
+        scope["client"].close()
+        assert len(scope["tokens"]) == 10
+        if shutil.which("curl") is None:
+            pytest.skip("no curl")
+        command = bash.replace(ADDRESS, server.url).replace("curl ", "curl --noproxy '*' ")
+        done = subprocess.run(["bash", "-e", "-c", command], capture_output=True, text=True, timeout=60, check=True)
+    whole, *events, health = [line for line in done.stdout.replace("}data:", "}\ndata:").splitlines() if line]
+    assert json.loads(whole)["usage"]["completion_tokens"] == 20
+    assert all(event.startswith("data: ") for event in events)
+    assert events[-1] == "data: [DONE]"
+    assert json.loads(health) == {"status": "ok"}
