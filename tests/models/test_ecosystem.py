@@ -158,3 +158,38 @@ def test_an_adapter_on_the_last_layer_is_part_of_the_loss() -> None:
     assert torch.allclose(output.loss, expected)
     with pytest.raises(ValueError, match="skip_logits=True takes the loss from lm_head's weight"):
         wrapped(input_ids=ids, labels=ids, skip_logits=True)
+
+
+def test_a_folder_loads_where_nobody_has_imported_headmax(tmp_path: Path) -> None:
+    """By AutoModel, AutoConfig and pipeline with trust_remote_code, in a process of its own; and without it the question is asked."""
+    from tests.generate.checkpoint import make_model, make_tokenizer
+
+    model = make_model()
+    model.save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    torch.save(model(torch.arange(9)[None]).logits, tmp_path / "logits")
+    program = """
+import sys
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, pipeline
+
+folder, logits = sys.argv[1:]
+assert "headmax" not in sys.modules
+try:
+    AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
+except ValueError as error:
+    assert "trust_remote_code" in str(error)
+else:
+    sys.exit("loaded without trust")
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+assert (model(torch.arange(9)[None]).logits - torch.load(logits)).abs().max() < 1e-5
+assert type(model).__module__ == "headmax.models.modeling"
+assert AutoConfig.from_pretrained(folder, trust_remote_code=True).model_type == "headmax"
+assert type(AutoModel.from_pretrained(folder, trust_remote_code=True)).__name__ == "HeadmaxModel"
+write = pipeline("text-generation", folder, trust_remote_code=True)
+assert write("a", max_new_tokens=3)[0]["generated_text"].startswith("a")
+"""
+    environment = os.environ | {"HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    arguments = [sys.executable, "-c", program, str(tmp_path / "model"), str(tmp_path / "logits")]
+    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -37,7 +37,7 @@ def test_convert_writes_what_the_auto_classes_load(run: tuple[Path, torch.nn.Mod
     loaded = AutoModelForCausalLM.from_pretrained(folder / "hf", trust_remote_code=False)
     assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), model.parameters(), strict=True))
     assert loaded.generation_config.eos_token_id == [1, 2], "the next document's first token, and the end of a text"
-    assert sorted(path.suffix for path in (folder / "hf").iterdir()) == [".json"] * 4 + [".md", ".safetensors"]
+    assert sorted(path.suffix for path in (folder / "hf").iterdir()) == [".json"] * 4 + [".md", ".py", ".safetensors"]
     tokenizer = AutoTokenizer.from_pretrained(folder / "hf")
     assert tokenizer("w3 w4 what").input_ids == [6, 7, 0]
     assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.decode([5, 6])) == ("<s>", "</s>", "w2 w3")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,6 +20,7 @@ from headmax.layers.mixers import MixerConfig
 from headmax.layers.mixers.config import ConvSize, Width
 from headmax.layers.mlp import swiglu_width
 from headmax.layers.norm import OutputNormKind
+from headmax.models.stub import AUTO_MAP, write_stub
 from headmax.ops.registry import Backend
 
 ELSEWHERE = {
@@ -61,6 +63,7 @@ class HeadmaxConfig(PreTrainedConfig):
     model_type = "headmax"
     keys_to_ignore_at_inference = ["past_key_values"]
     attribute_map = {"num_attention_heads": "num_heads"}
+    auto_map = AUTO_MAP
 
     mixer: str | MixerConfig | list[str | MixerConfig] = "gla"
     """"linear", "retnet", "gla", "gated_deltanet", "attention", or a list with one entry per layer; in Python also a mixer's own settings,
@@ -176,7 +179,7 @@ class HeadmaxConfig(PreTrainedConfig):
         return mixer.build(self.hidden_size, self.num_heads, norm_eps=self.norm_eps, head_gate=gate, backend=self.backend)
 
     def to_dict(self) -> dict[str, Any]:
-        output = super().to_dict()
+        output = super().to_dict() | {"auto_map": AUTO_MAP}
         if isinstance(self.head_gate, HeadGateConfig):
             output["head_gate"] = dataclasses.asdict(self.head_gate)
         if isinstance(self.mixer, list):
@@ -184,6 +187,13 @@ class HeadmaxConfig(PreTrainedConfig):
         elif isinstance(self.mixer, MixerConfig):
             output["mixer"] = self.mixer.to_dict()
         return output
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
+        """config.json, and the module that it names for `trust_remote_code=True`."""
+        if not os.path.isfile(save_directory):  # transformers says what is wrong
+            Path(save_directory).mkdir(parents=True, exist_ok=True)
+            write_stub(Path(save_directory))
+        super().save_pretrained(save_directory, push_to_hub, **kwargs)
 
 
 def parse_mixer(entry: object) -> str | MixerConfig:

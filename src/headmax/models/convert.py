@@ -20,6 +20,7 @@ from headmax.layers.mixers import MIXERS, AttentionConfig, GatedDeltaNetConfig, 
 from headmax.layers.mixers.config import FeatureMapConfig, RecurrentConfig
 from headmax.layers.mlp import swiglu_width
 from headmax.models.configuration import HeadmaxConfig, parse_config
+from headmax.models.stub import write_stub
 from headmax.models.weights import check_shapes, read_weights
 
 MIXER_OF = {kind.fla[0]: kind for kind in MIXERS.values() if kind.fla is not None}
@@ -212,6 +213,8 @@ def write_folder(folder: Path, config: Mapping[str, Any], weights: Mapping[str, 
         for pattern in COPIED:
             for file in filter(Path.is_file, source.glob(pattern)):
                 shutil.copy2(file, unfinished)
+        if config.get("model_type") == HeadmaxConfig.model_type:
+            write_stub(unfinished)
         (unfinished / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
