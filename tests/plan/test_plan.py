@@ -12,12 +12,12 @@ from headmax import HeadmaxForCausalLM, recipes
 from headmax.bench.timing import peak_memory
 from headmax.plan import estimate as plan
 from headmax.plan import table
-from headmax.plan.estimate import CARDS, Run, Work, choose_efficiency, collective, estimate, measured_steps, memory
+from headmax.plan.estimate import CARDS, TrainingJob, Work, choose_efficiency, collective, estimate, measured_steps, memory
 from headmax.recipes.summary import summarize
 
 
-def run(recipe: str = "softmax-gla-340m", card: str = "h200", tokens: int = 15_000_000_000, batch_tokens: int = 2**19) -> Run:
-    return Run(recipes.get(recipe), card, tokens, 4096, batch_tokens)
+def run(recipe: str = "softmax-gla-340m", card: str = "h200", tokens: int = 15_000_000_000, batch_tokens: int = 2**19) -> TrainingJob:
+    return TrainingJob(recipes.get(recipe), card, tokens, 4096, batch_tokens)
 
 
 @pytest.mark.parametrize("recipe", ["softmax-gla-340m", "retnet-340m", "softmax-gdn-340m", "transformer-340m"])

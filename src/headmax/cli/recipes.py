@@ -52,10 +52,10 @@ def plan(
 
     from headmax import recipes as book
     from headmax.plan import table
-    from headmax.plan.estimate import Run
+    from headmax.plan.estimate import TrainingJob
 
     chosen = book.get(recipe)
-    run = Run(
+    run = TrainingJob(
         chosen,
         gpu,
         chosen.train.token_budget if tokens is None else tokens,

@@ -204,7 +204,7 @@ class Engine:
         features = Features.of([request.sampling for request in requests], logprobs)
         longest = max(request.max_new_tokens for request in requests)
         prefixes = self._prefill(requests)
-        run = Run(self, requests, on_token, logprobs)
+        run = Collector(self, requests, on_token, logprobs)
         if longest == 0:
             return run.finish()
         with torch.no_grad():
@@ -221,7 +221,7 @@ class Engine:
         return run.finish()
 
 
-class Run:
+class Collector:
     """The host's side of a call to `generate`: what came out so far, and who has stopped."""
 
     def __init__(self, engine: Engine, requests: Sequence[Request], on_token: OnToken | None, logprobs: bool) -> None:

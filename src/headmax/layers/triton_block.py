@@ -11,15 +11,15 @@ from headmax.layers.mixers.attention import Attention, AttentionSlots
 from headmax.layers.mixers.base import RecurrentMixer, RecurrentSlots
 from headmax.layers.norm import RMSNorm
 from headmax.layers.rotary import Rotary
-from headmax.layers.triton_linear import Convolution, Input, Scores, linear, score_part
+from headmax.layers.triton_linear import Convolution, LinearInput, Scores, linear, score_part
 from headmax.layers.triton_mixer import mixer_step
 
 if TYPE_CHECKING:
     from headmax.layers.block import Block
 
 
-def normed(x: Tensor, norm: RMSNorm) -> Input:
-    return Input(x, norm.weight, norm.eps)
+def normed(x: Tensor, norm: RMSNorm) -> LinearInput:
+    return LinearInput(x, norm.weight, norm.eps)
 
 
 def block_step(block: Block, x: Tensor, state: RecurrentSlots | AttentionSlots, rotary: Rotary | None, mask: Tensor | None) -> Tensor:
@@ -30,7 +30,7 @@ def block_step(block: Block, x: Tensor, state: RecurrentSlots | AttentionSlots, 
     else:
         x = recurrent_step(mixer, block.mixer_norm, x, state, rotary)  # type: ignore[arg-type]
     joint = linear(normed(x, block.mlp_norm), [mlp.gate_proj.weight, mlp.up_proj.weight], pair=True)
-    return linear(Input(joint), [mlp.down_proj.weight], residual=x)
+    return linear(LinearInput(joint), [mlp.down_proj.weight], residual=x)
 
 
 def attention_step(mixer: Attention, norm: RMSNorm, x: Tensor, state: AttentionSlots, rotary: Rotary | None, mask: Tensor | None) -> Tensor:
@@ -38,7 +38,7 @@ def attention_step(mixer: Attention, norm: RMSNorm, x: Tensor, state: AttentionS
     q, k, v = linear(normed(x, norm), [mixer.q_proj.weight, mixer.k_proj.weight, mixer.v_proj.weight]).unsqueeze(1).chunk(3, dim=-1)
     assert rotary is not None
     o, _ = mixer.attend(q, k, v, rotary, state, mask)
-    return linear(Input(o.flatten(1)), [mixer.o_proj.weight], residual=x)
+    return linear(LinearInput(o.flatten(1)), [mixer.o_proj.weight], residual=x)
 
 
 def recurrent_step(mixer: RecurrentMixer, norm: RMSNorm, x: Tensor, state: RecurrentSlots, rotary: Rotary | None) -> Tensor:
@@ -81,4 +81,4 @@ def recurrent_step(mixer: RecurrentMixer, norm: RMSNorm, x: Tensor, state: Recur
         after = {"norm": mixer.output_norm.norm.weight, "eps": mixer.output_norm.norm.eps}
         after["groups"] = mixer.num_v_heads if mixer.output_norm.kind == "head" else 1
     gates = None if swish is None else projected[:, swish : swish + o.shape[1]]
-    return linear(Input(o, swish=gates, read=read, squares=squares, **after), [mixer.o_proj.weight], residual=x)
+    return linear(LinearInput(o, swish=gates, read=read, squares=squares, **after), [mixer.o_proj.weight], residual=x)

@@ -28,7 +28,7 @@ SHARED = 96 * 1024
 
 
 @dataclass(frozen=True)
-class Input:
+class LinearInput:
     """What is multiplied: x [rows, width], normalised, times silu(swish), times a gate per head."""
 
     x: Tensor
@@ -287,7 +287,7 @@ def rows_tile(rows: int, outputs: int, width: int, part: int, sizes: tuple[int, 
 
 
 def linear(
-    source: Input,
+    source: LinearInput,
     weights: Sequence[Tensor],
     *,
     residual: Tensor | None = None,

@@ -145,7 +145,7 @@ def _state_bytes(mixer: nn.Module) -> float:
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingJob:
     """What is asked for."""
 
     recipe: Recipe
@@ -245,7 +245,7 @@ def step_time(
     return accumulation * micro + optimizer + waiting, waiting
 
 
-def estimate(run: Run, work: Work, efficiency: float, gpus: int, parallel: Parallel) -> Estimate:
+def estimate(run: TrainingJob, work: Work, efficiency: float, gpus: int, parallel: Parallel) -> Estimate:
     """The fastest way that fits: the largest micro-batch, with checkpointing only where there is no other."""
     if not 1 <= gpus <= MAX_GPUS:
         raise ValueError(f"gpus must be between 1 and {MAX_GPUS}, got {gpus}")

@@ -11,7 +11,7 @@ from headmax.plan.estimate import (
     GPUS_PER_NODE,
     MAX_GPUS,
     Parallel,
-    Run,
+    TrainingJob,
     Work,
     check,
     choose_efficiency,
@@ -22,7 +22,7 @@ from headmax.plan.estimate import (
 from headmax.tables import Table
 
 
-def render(run: Run, gpus: int, ways: Sequence[Parallel]) -> Iterator[str | Table]:
+def render(run: TrainingJob, gpus: int, ways: Sequence[Parallel]) -> Iterator[str | Table]:
     """Lines and a table for `gpus` and for every power of two; raises where `gpus` cannot do it."""
     work, steps, card = Work.of(run.recipe, run.length), measured_steps(), CARDS[run.card]
     efficiency, source = choose_efficiency(run.recipe.name, run.card, run.length, steps)

@@ -47,7 +47,7 @@ class Body:
                     size += len((await self()).get("body", b""))
 
 
-class Gate:
+class Access:
     """Lets callers with the key through, and counts the answers."""
 
     def __init__(self, app: ASGIApp, key: str | None, metrics: Metrics, paths: frozenset[str], patience: float) -> None:
@@ -112,7 +112,7 @@ def make_app(service: Service) -> Starlette:
     ]
     handlers = {ApiError: api_error, HTTPException: http_error, ClientDisconnect: left, Exception: unexpected}
     gate = Middleware(
-        Gate,
+        Access,
         key=service.config.api_key,
         metrics=service.scheduler.metrics,
         paths=frozenset(route.path for route in routes),
