@@ -294,10 +294,8 @@ def prepare(
     q: Tensor, k: Tensor, log_decay: Tensor | None, read_gate: Tensor | None, write_gate: Tensor | None, scale: float, layout: Layout,
     backward: bool = False,
 ) -> Prepared:  # fmt: skip
-    """For the forward pass, or for the backward pass, which has the scores transposed."""
+    """Of a decay per head or token, for the forward pass, or for the backward pass, which has the scores transposed."""
     (batch, time, heads, key), kind = q.shape, decay_kind(log_decay)
-    if log_decay is not None and kind == "channel":
-        return prepare_channel([Reader(q, read_gate, scale, q.dtype)], k, log_decay, write_gate, layout, backward)[0]
     reading, writing, scores = torch.empty_like(q), torch.empty_like(k), q.new_empty((batch, time, heads, layout.chunk))
     whole = q.new_empty((layout.chunks, heads), dtype=torch.float32)
     options = shape_arguments(q, layout) | {"READ": read_gate is not None, "WRITE": write_gate is not None, "BACKWARD": backward}
@@ -345,7 +343,10 @@ def forward(
     """o, the final state, and for the backward pass what segments begin with."""
     layout = Layout(q.shape[0], q.shape[1], table, starts, chunk_tokens(q, log_decay))
     q, k = per_value_head(q, v), per_value_head(k, v)
-    prepared = prepare(q, k, log_decay, read_gate, write_gate, scale, layout)
+    if log_decay is None or log_decay.ndim < 4:
+        prepared = prepare(q, k, log_decay, read_gate, write_gate, scale, layout)
+    else:
+        prepared = prepare_channel([Reader(q, read_gate, scale, q.dtype)], k, log_decay, write_gate, layout)[0]
     scanned = scan_and_read(prepared.writing, prepared.reading, prepared.scores, v, prepared.whole, prepared.mild, initial, layout)
     return scanned.result, scanned.final, scanned.begins
 
@@ -365,7 +366,10 @@ def backward(
     layout, d_o = Layout(q.shape[0], q.shape[1], table, starts, chunk_tokens(q, log_decay)), d_o.contiguous()
     d_final, given_q, given_k = None if d_final is None else d_final.contiguous(), q, k
     q, k = per_value_head(q, v), per_value_head(k, v)
-    prepared = prepare(q, k, log_decay, read_gate, write_gate, scale, layout, backward=True)
+    if log_decay is None or log_decay.ndim < 4:
+        prepared = prepare(q, k, log_decay, read_gate, write_gate, scale, layout, backward=True)
+    else:
+        prepared = prepare_channel([Reader(q, read_gate, scale, q.dtype)], k, log_decay, write_gate, layout, backward=True)[0]
     states = scan(prepared.writing, v, prepared.whole, prepared.mild, initial, layout, begins=begins).states
     back = scan_and_read(
         prepared.reading, prepared.writing, prepared.scores, d_o, prepared.whole, prepared.mild, d_final, layout, reverse=True
