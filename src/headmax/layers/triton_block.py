@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,9 +42,9 @@ def attention_step(mixer: Attention, norm: RMSNorm, x: Tensor, state: AttentionS
     return linear(LinearInput(o.flatten(1)), [mixer.o_proj.weight], residual=x)
 
 
-def recurrent_step(mixer: RecurrentMixer, norm: RMSNorm, x: Tensor, state: RecurrentSlots, rotary: Rotary | None) -> Tensor:
-    """x + mixer(norm(x))"""
-    gate, terms = mixer.head_gate, mixer.step_terms()
+def projected_parts(mixer: RecurrentMixer) -> dict[str, Tensor]:
+    """All matrices on the normalised hidden state, by the name under which `mixer_step_kernel` knows where their products start."""
+    terms, gate = mixer.step_terms(), mixer.head_gate
     assert terms is not None
     parts = {"Q": mixer.q_proj.weight, "KEYS": mixer.k_proj.weight, "VALUES": mixer.v_proj.weight}
     if mixer.g_proj is not None:
@@ -51,9 +52,15 @@ def recurrent_step(mixer: RecurrentMixer, norm: RMSNorm, x: Tensor, state: Recur
     parts |= zip(("DECAYS", "BETAS"), (projection.weight for projection in terms.projections), strict=False)
     if gate is not None and gate.source != "head":
         parts |= {name: gate.hidden_rows(w) for name, w in (("READS", gate.read_weight), ("WRITES", gate.write_weight)) if w is not None}
-    starts, total = dict.fromkeys(("Q", "KEYS", "VALUES", "DECAYS", "BETAS", "READS", "WRITES"), 0), 0
-    for name, weight in parts.items():
-        starts[name], total = total, total + len(weight)
+    return parts
+
+
+def recurrent_step(mixer: RecurrentMixer, norm: RMSNorm, x: Tensor, state: RecurrentSlots, rotary: Rotary | None) -> Tensor:
+    """x + mixer(norm(x))"""
+    gate, terms, parts = mixer.head_gate, mixer.step_terms(), projected_parts(mixer)
+    assert terms is not None
+    starts = dict.fromkeys(("Q", "KEYS", "VALUES", "DECAYS", "BETAS", "READS", "WRITES"), 0)
+    starts |= zip(parts, accumulate(map(len, parts.values()), initial=0), strict=False)
     scores, convolution = None, None
     if gate is not None and gate.source == "head" and gate.kind != "uniform":
         sums = x.new_empty(len(x), 2, mixer.num_v_heads, mixer.head_k_dim // score_part(mixer.head_k_dim), dtype=torch.float32)
@@ -62,23 +69,34 @@ def recurrent_step(mixer: RecurrentMixer, norm: RMSNorm, x: Tensor, state: Recur
         convolution = Convolution([conv.get_parameter("weight") for conv in mixer.convs], state.inputs)
     projected = linear(normed(x, norm), list(parts.values()), convolution=convolution, scores=scores, dtype=torch.float32)
     swish = starts.pop("SWISH", None)
-    read_at = "none" if gate is None or not gate.read else "after_norm" if mixer.read_after_norm else "query"
-    constants: dict[str, Any] = starts | {
+    constants: dict[str, Any] = {
+        **starts,
+        **gate_constants(mixer),
         "RANK": terms.projections[0].out_features if terms.decay == "channel" else 1,
         "DECAY": terms.decay,
         "FEATURE": terms.feature,
-        "KIND": "uniform" if gate is None else gate.kind,
-        "READ": read_at,
-        "WRITE": gate is not None and gate.write,
     }
     numbers = (1.0, 1.0, terms.normalizer) if gate is None else (gate.temperature, gate.scale, terms.normalizer)
     decay = (terms.decay_weight, terms.decay_bias)
     o, read, squares = mixer_step(
         projected, None if scores is None else scores.sums, state.recurrent, mixer.num_heads, rotary, decay, numbers, constants
     )
-    after: dict[str, Any] = {}
-    if mixer.output_norm.kind != "none":
-        after = {"norm": mixer.output_norm.norm.weight, "eps": mixer.output_norm.norm.eps}
-        after["groups"] = mixer.num_v_heads if mixer.output_norm.kind == "head" else 1
     gates = None if swish is None else projected[:, swish : swish + o.shape[1]]
-    return linear(LinearInput(o, swish=gates, read=read, squares=squares, **after), [mixer.o_proj.weight], residual=x)
+    return linear(LinearInput(o, swish=gates, read=read, squares=squares, **norm_of(mixer)), [mixer.o_proj.weight], residual=x)
+
+
+def gate_constants(mixer: RecurrentMixer) -> dict[str, Any]:
+    """Which gates there are, and where the read gate multiplies."""
+    gate = mixer.head_gate
+    if gate is None:
+        return {"KIND": "uniform", "READ": "none", "WRITE": False}
+    place = "after_norm" if mixer.read_after_norm else "query"
+    return {"KIND": gate.kind, "READ": place if gate.read else "none", "WRITE": gate.write}
+
+
+def norm_of(mixer: RecurrentMixer) -> dict[str, Any]:
+    """The norm of the read-out, as a product's input takes it."""
+    norm = mixer.output_norm
+    if norm.kind == "none":
+        return {}
+    return {"norm": norm.norm.weight, "eps": norm.norm.eps, "groups": mixer.num_v_heads if norm.kind == "head" else 1}
