@@ -84,11 +84,13 @@ def register(op: str, table: Table) -> None:
     _tables[op] = table
 
 
-def register_recurrence(op: str, reference: Callable[..., Any], chunkwise: Callable[..., Any]) -> None:
-    """The backends every recurrence has: two in PyTorch, and kernels in the op's own folder."""
-    folder = f"headmax.ops.{op}"
-    triton = Lazy(f"{folder}.triton_chunk", op, needs="triton", interpreted=True)
-    register(op, {"reference": reference, "chunkwise": chunkwise, "triton": triton, "fla": Lazy(f"{folder}.fla", op, needs="fla")})
+def register_recurrence(op: str, reference: Callable[..., Any], chunkwise: Callable[..., Any], triton: str, fla: str) -> None:
+    """The backends every recurrence has: two in PyTorch, and kernels, "module:function" in headmax.ops, imported when they run."""
+    lazy = {}
+    for name, place in (("triton", triton), ("fla", fla)):
+        module, function = place.split(":")
+        lazy[name] = Lazy(f"headmax.ops.{module}", function, needs=name, interpreted=name == "triton")
+    register(op, {"reference": reference, "chunkwise": chunkwise, **lazy})
 
 
 def dispatch(op: str, backend: str, x: torch.Tensor, obstacle: str | None = None) -> Callable[..., Any]:

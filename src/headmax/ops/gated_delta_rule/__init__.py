@@ -16,7 +16,13 @@ from headmax.ops.triton_tiles import shared_memory
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-register_recurrence("gated_delta_rule", reference.gated_delta_rule, chunkwise.gated_delta_rule)
+register_recurrence(
+    "gated_delta_rule",
+    reference.gated_delta_rule,
+    chunkwise.gated_delta_rule,
+    triton="gated_delta_rule.triton_chunk:gated_delta_rule",
+    fla="gated_delta_rule.fla:gated_delta_rule",
+)
 
 
 WIDE_DELTA = 150

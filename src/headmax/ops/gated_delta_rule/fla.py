@@ -1,20 +1,36 @@
-"""flash-linear-attention's kernel behind our signature. It knows no gates, so they are multiplied on, to v beforehand and to o after."""
+"""flash-linear-attention's kernels of the delta rules behind our signature. They know no gates: v is gated before, o after."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
 from headmax.ops.packing import Packing
 from headmax.ops.sequential import gated
 
+Result = tuple[Tensor, Tensor | None]
 
-def gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, normalize_qk: bool, read_gate: Tensor | None,
-    write_gate: Tensor | None, scale: float, initial_state: Tensor | None, packing: Packing | None, return_state: bool,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+
+def gated_delta_rule(*arguments: Any) -> Result:
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    o, state = chunk_gated_delta_rule(
+    return run(chunk_gated_delta_rule, *arguments)
+
+
+def kda(*arguments: Any) -> Result:
+    from fla.ops.kda import chunk_kda
+
+    return run(chunk_kda, *arguments)
+
+
+def run(
+    kernel: Callable[..., Result], q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, normalize_qk: bool,
+    read_gate: Tensor | None, write_gate: Tensor | None, scale: float, initial_state: Tensor | None, packing: Packing | None,
+    return_state: bool,
+) -> Result:  # fmt: skip
+    o, state = kernel(
         q,
         k,
         gated(v, write_gate),

@@ -14,7 +14,7 @@ from headmax.ops.registry import dispatch, no_autocast, register_recurrence
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-register_recurrence("gla", reference.gla, chunkwise.gla)
+register_recurrence("gla", reference.gla, chunkwise.gla, triton="triton_decayed:decayed_attention", fla="gla.fla:gla")
 
 
 def gla(

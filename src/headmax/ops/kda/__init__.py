@@ -16,7 +16,9 @@ from headmax.ops.registry import dispatch, no_autocast, register_recurrence
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-register_recurrence("kda", reference.kda, chunkwise.kda)
+register_recurrence(
+    "kda", reference.kda, chunkwise.kda, triton="gated_delta_rule.triton_chunk:gated_delta_rule", fla="gated_delta_rule.fla:kda"
+)
 
 
 def kda(

@@ -14,7 +14,13 @@ from headmax.ops.registry import dispatch, no_autocast, register_recurrence
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-register_recurrence("linear_attention", reference.linear_attention, chunkwise.linear_attention)
+register_recurrence(
+    "linear_attention",
+    reference.linear_attention,
+    chunkwise.linear_attention,
+    triton="triton_decayed:decayed_attention",
+    fla="linear_attention.fla:linear_attention",
+)
 
 
 def linear_attention(
