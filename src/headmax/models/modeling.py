@@ -114,6 +114,14 @@ def find_packing(
     return packing_of_positions(position_ids, batch)
 
 
+def check_token_shapes(batch: int, time: int, past: int, position_ids: Tensor | None, attention_mask: Tensor | None) -> None:
+    """What has a number for each token of x [batch, time], after `past` tokens in the cache."""
+    if position_ids is not None and tuple(position_ids.shape) not in ((1, time), (batch, time)):
+        raise ValueError(f"position_ids must be [batch or 1, time] = {[batch, time]}, got {list(position_ids.shape)}")
+    if attention_mask is not None and tuple(attention_mask.shape) not in ((batch, time), (batch, past + time)):
+        raise ValueError(f"attention_mask must be [batch, seen + time] = {[batch, past + time]}, got {list(attention_mask.shape)}")
+
+
 @dataclass(frozen=True)
 class Inputs:
     """What the blocks are given, after the rules of `HeadmaxModel.read_inputs`."""
@@ -239,10 +247,7 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
         batch, time, _ = x.shape
         self._check_cache(cache)
         past = 0 if cache is None else cache.get_seq_length()
-        if position_ids is not None and tuple(position_ids.shape) not in ((1, time), (batch, time)):
-            raise ValueError(f"position_ids must be [batch or 1, time] = {[batch, time]}, got {list(position_ids.shape)}")
-        if attention_mask is not None and tuple(attention_mask.shape) not in ((batch, time), (batch, past + time)):
-            raise ValueError(f"attention_mask must be [batch, seen + time] = {[batch, past + time]}, got {list(attention_mask.shape)}")
+        check_token_shapes(batch, time, past, position_ids, attention_mask)
         padding = None if attention_mask is None else find_padding(attention_mask[:, -time:])
         packing = find_packing(x, padding, position_ids, cu_seqlens)
         if packing is not None and padding is not None:
