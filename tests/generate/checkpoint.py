@@ -8,13 +8,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from headmax import HeadGateConfig, HeadmaxConfig, HeadmaxForCausalLM
+from headmax.layers import AttentionConfig
 
 MODELS: dict[str, dict[str, Any]] = {
     "linear": {"mixer": "linear", "feature_map": "elu"},
     "retnet": {"mixer": "retnet"},
     "gla": {"mixer": "gla"},
     "gated_deltanet": {"mixer": "gated_deltanet", "num_v_heads": 4},
-    "hybrid": {"mixer": ["gla", "attention"]},
+    "hybrid": {"mixer": ["gla", AttentionConfig(num_kv_heads=1, window=24, qk_norm=True, output_gate=True, rotary_dim=8)]},
 }
 VOCABULARY = 258
 

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from headmax import HeadGateConfig, HeadmaxConfig, HeadmaxForCausalLM
+from headmax.layers import AttentionConfig
 from headmax.models.convert import config_from_fla, config_to_fla, expansion, from_fla, to_fla, weights_from_fla
 from headmax.ops import gated_delta_rule, gla, linear_attention
 from headmax.ops.spec import distance
@@ -59,8 +60,9 @@ def test_their_checkpoint_becomes_ours_and_theirs_again_bit_for_bit(kind: str, s
 def test_their_transformer(tmp_path: Path) -> None:
     """Made by hand: theirs refuses to be built without flash-attn."""
     config = {"model_type": "transformer", **SMALL, "rope_theta": 500.0, "hidden_ratio": 4, "tie_word_embeddings": False}
+    config |= {"num_kv_heads": 2, "window_size": 30}
     ours = config_from_fla(config)
-    assert (ours.mixer, ours.rotary_base, ours.intermediate_size) == ("attention", 500.0, 256)
+    assert (ours.mixer, ours.intermediate_size) == (AttentionConfig(num_kv_heads=2, window=30, rotary_base=500.0), 256)
     weights = HeadmaxForCausalLM(ours).state_dict()
     theirs = {name.replace("embed_tokens", "embeddings").replace(".mixer", ".attn"): x.clone() for name, x in weights.items()}
     (tmp_path / "theirs").mkdir()
@@ -71,7 +73,8 @@ def test_their_transformer(tmp_path: Path) -> None:
     again = load_file(tmp_path / "again" / "model.safetensors")
     assert again.keys() == theirs.keys()
     assert all(torch.equal(again[name], x) for name, x in theirs.items())
-    assert json.loads((tmp_path / "again" / "config.json").read_text())["rope_theta"] == 500.0
+    written = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert (written["rope_theta"], written["num_kv_heads"], written["window_size"]) == (500.0, 2, 30)
 
 
 def test_what_has_no_counterpart_is_refused_by_name() -> None:

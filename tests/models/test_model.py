@@ -9,6 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorWithFlattening, DynamicCache
 
 from headmax import HeadGateConfig, HeadmaxCache, HeadmaxConfig, HeadmaxForCausalLM, Packing, recipes
+from headmax.layers import AttentionConfig
 
 GATE = HeadGateConfig(init_std=1.0)
 MODELS: dict[str, dict[str, Any]] = {
@@ -18,6 +19,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "gated_deltanet": {"mixer": "gated_deltanet", "head_gate": GATE, "num_v_heads": 8},
     "attention": {"mixer": "attention"},
     "hybrid": {"mixer": ["gla", "attention", "gated_deltanet"], "head_gate": GATE, "num_hidden_layers": 3},
+    "qwen": {
+        "mixer": ["gated_deltanet", AttentionConfig(num_kv_heads=2, window=5, qk_norm=True, output_gate=True, rotary_dim=4)],
+        "head_gate": GATE,
+    },
 }
 
 

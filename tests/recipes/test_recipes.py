@@ -10,9 +10,9 @@ from headmax.recipes.summary import summarize
 from headmax.train import OptimConfig, ScheduleConfig, TrainConfig
 
 
-def test_all_names_of_the_paper_are_there_and_kda() -> None:
+def test_all_names_of_the_paper_are_there_kda_and_hybrids() -> None:
     scales = ("tiny", "80m", "110m", "170m", "340m")
-    families = ("transformer", *(f"{soft}{b}" for soft in ("", "softmax-") for b in ("retnet", "gla", "gdn", "kda")))
+    families = ("transformer", *(f"{soft}{b}" for soft in ("", "softmax-") for b in ("retnet", "gla", "gdn", "kda", "hybrid")))
     expected = {f"{family}-{scale}" for family in families for scale in scales}
     expected |= {f"{family}-110m-h{heads}" for family in ("gla", "softmax-gla") for heads in (4, 8, 16)}
     recall = {"mqar-transformer", *(f"mqar-{soft}{b}" for soft in ("", "softmax-") for b in ("linear", "retnet", "gla", "gdn", "kda"))}
@@ -53,19 +53,20 @@ def test_a_recall_recipe_for_another_size_of_its_task() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "parameters", "body", "gates", "state"),
+    ("name", "parameters", "body", "gates", "state", "token"),
     [
-        ("transformer-340m", 341_099_520, 308_331_520, 0, 24 * 2 * 1024 * 2),
-        ("softmax-retnet-340m", 347_452_416, 314_684_416, 49_152, 24 * 4 * 256 * 512 * 4),
-        ("softmax-gla-340m", 341_732_352, 308_964_352, 24_576, 24 * 4 * 128 * 256 * 4),
-        ("softmax-gdn-340m", 341_523_648, 308_755_648, 24_576, 24 * (4 * 128 * 256 * 4 + 3 * 2048 * 2)),
-        ("gla-110m-h16", 112_209_360, 91_729_360, 0, 18 * 16 * 20 * 40 * 4),
+        ("transformer-340m", 341_099_520, 308_331_520, 0, 0, 24 * 2 * 1024 * 2),
+        ("softmax-hybrid-340m", 338_273_424, 305_505_424, 18_432, 18 * (4 * 128 * 256 * 4 + 3 * 2048 * 2), 6 * 2 * 2 * 128 * 2),
+        ("softmax-retnet-340m", 347_452_416, 314_684_416, 49_152, 24 * 4 * 256 * 512 * 4, 0),
+        ("softmax-gla-340m", 341_732_352, 308_964_352, 24_576, 24 * 4 * 128 * 256 * 4, 0),
+        ("softmax-gdn-340m", 341_523_648, 308_755_648, 24_576, 24 * (4 * 128 * 256 * 4 + 3 * 2048 * 2), 0),
+        ("gla-110m-h16", 112_209_360, 91_729_360, 0, 18 * 16 * 20 * 40 * 4, 0),
     ],
 )
-def test_summary(name: str, parameters: int, body: int, gates: int, state: int) -> None:
+def test_summary(name: str, parameters: int, body: int, gates: int, state: int, token: int) -> None:
     summary = summarize(recipes.get(name))
-    assert (summary.parameters, summary.body_parameters, summary.gate_parameters, summary.state_bytes) == (parameters, body, gates, state)
-    assert summary.grows == name.startswith("transformer")
+    assert (summary.parameters, summary.body_parameters, summary.gate_parameters) == (parameters, body, gates)
+    assert (summary.state_bytes, summary.token_bytes) == (state, token)
 
 
 def test_unknown_recipe() -> None:

@@ -21,7 +21,8 @@ def recipes() -> None:
     for name in book.names():
         recipe = book.get(name)
         model, summary = recipe.model, summarize(recipe)
-        state = f"{summary.state_bytes / 2**10:,.0f} KiB{' per token' if summary.grows else ''}"
+        sizes = ((summary.state_bytes, ""), (summary.token_bytes, " per token"))
+        state = " + ".join(f"{size / 2**10:,.{0 if size >= 2**13 else 2}f} KiB{what}" for size, what in sizes if size)
         counts = (f"{n:,}" for n in (summary.parameters, summary.body_parameters, summary.gate_parameters))
         table.rows.append([name, f"{model.num_hidden_layers} x {model.hidden_size}", str(model.num_heads), *counts, state])
     Console(width=None if sys.stdout.isatty() else 140).print(table.terminal())

@@ -33,10 +33,11 @@ class RotarySettings(NamedTuple):
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Turns the pair (x_i, x_{i + D/2}) of each head by its position's i-th angle. x [B,T,H,D]."""
+    """Turns the pair (x_i, x_{i + D/2}) of each head by its position's i-th angle. x [B,T,H,D], or wider: the rest stays as it is."""
     cos, sin = rotary
-    first, second = x.to(compute_dtype(x.dtype)).chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+    turning, rest = x.tensor_split((2 * cos.shape[-1],), dim=-1)
+    first, second = turning.to(compute_dtype(x.dtype)).chunk(2, dim=-1)
+    return torch.cat([(first * cos - second * sin).to(x.dtype), (second * cos + first * sin).to(x.dtype), rest], dim=-1)
 
 
 def _turned(product: Tensor, cos: Tensor, sin: Tensor, heads: int, width: int) -> tuple[Tensor, Tensor, Tensor]:

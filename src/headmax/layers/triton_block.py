@@ -36,9 +36,10 @@ def block_step(block: Block, x: Tensor, state: RecurrentSlots | AttentionSlots, 
 
 def attention_step(mixer: Attention, norm: RMSNorm, x: Tensor, state: AttentionSlots, rotary: Rotary | None, mask: Tensor | None) -> Tensor:
     """x + attention(norm(x))"""
-    q, k, v = linear(normed(x, norm), [mixer.q_proj.weight, mixer.k_proj.weight, mixer.v_proj.weight]).unsqueeze(1).chunk(3, dim=-1)
+    weights = [module.weight for module in (mixer.q_proj, mixer.k_proj, mixer.v_proj, mixer.g_proj) if module is not None]
+    q, k, v, *gate = linear(normed(x, norm), weights).unsqueeze(1).split(list(map(len, weights)), dim=-1)
     assert rotary is not None
-    o, _ = mixer.attend(q, k, v, rotary, state, mask)
+    o, _ = mixer.read(q, k, v, gate[0] if gate else None, rotary, state, mask)
     return linear(LinearInput(o.flatten(1)), [mixer.o_proj.weight], residual=x)
 
 

@@ -44,11 +44,10 @@ ONLY = {
     "use_gv": False,
     "qkv_bias": False,
     "qk_norm": False,
-    "window_size": None,
 }
 """Settings of FLA that have one value here; any other is refused by name."""
 MAPPED = {"expand_k", "expand_v", "hidden_ratio", "intermediate_size", "use_short_conv", "conv_size", "feature_map"}
-MAPPED |= {"head_dim", "num_v_heads", "num_kv_heads", "rope_theta", "share_conv_kernel", "torch_dtype"}
+MAPPED |= {"head_dim", "num_v_heads", "num_kv_heads", "rope_theta", "share_conv_kernel", "torch_dtype", "window_size"}
 NUMBERS = ("hidden_size", "num_heads", "intermediate_size", "hidden_ratio", "expand_k", "expand_v", "head_dim", "conv_size", "rope_theta")
 """Settings that sizes are computed from."""
 FEATURE_MAPS = {None: "identity", "relu": "relu", "silu": "silu", "swish": "silu"}
@@ -86,8 +85,10 @@ def config_from_fla(fla: Mapping[str, Any]) -> HeadmaxConfig:
     refused += [f"{name} (missing)" for name in ("hidden_size", "num_heads") if fla.get(name) is None]
     numbers = {name: fla[name] for name in NUMBERS if fla.get(name) is not None}
     refused += [f"{name}={value!r} (only positive numbers)" for name, value in numbers.items() if not is_positive(value)]
-    if fla.get("num_kv_heads") not in (None, fla.get("num_heads")):
+    if kind != "transformer" and fla.get("num_kv_heads") not in (None, fla.get("num_heads")):
         refused.append(f"num_kv_heads={fla['num_kv_heads']} (only num_heads {fla.get('num_heads')})")
+    if kind != "transformer" and fla.get("window_size") is not None:
+        refused.append(f"window_size={fla['window_size']!r} (only None)")
     if fla.get("feature_map") not in list(FEATURE_MAPS):
         refused.append(f"feature_map={fla['feature_map']!r} (only {', '.join(map(repr, FEATURE_MAPS))})")
     convolves = fla.get("use_short_conv", kind == "gated_deltanet")
@@ -102,7 +103,9 @@ def config_from_fla(fla: Mapping[str, Any]) -> HeadmaxConfig:
     fields: dict[str, Any] = {"mixer": MIXER_OF[kind].name, "intermediate_size": width, "tie_word_embeddings": False}
     fields |= {name: fla[name] for name in (*SHARED, *TOKENS) if name in fla}
     if kind == "transformer":
-        fields["rotary_base"] = fla.get("rope_theta") or 10_000.0
+        fields["mixer"] = AttentionConfig(
+            num_kv_heads=fla.get("num_kv_heads"), window=fla.get("window_size"), rotary_base=fla.get("rope_theta") or 10_000.0
+        )
     elif kind == "gated_deltanet":
         key = fla.get("head_dim") or 256
         fields |= {"head_k_dim": key, "head_v_dim": int(key * (fla.get("expand_v") or 2.0)), "num_v_heads": fla.get("num_v_heads")}
@@ -139,7 +142,7 @@ def config_to_fla(config: HeadmaxConfig) -> dict[str, Any]:
     fields = {"model_type": kind, "intermediate_size": config.mlp_width(mixer), "hidden_act": "swish", "fuse_norm": True}
     fields |= {name: getattr(config, name) for name in (*SHARED, *TOKENS)} | {"architectures": [f"{title}ForCausalLM"]}
     if isinstance(mixer, AttentionConfig):
-        return fields | {"rope_theta": mixer.rotary_base}
+        return fields | {"rope_theta": mixer.rotary_base, "num_kv_heads": mixer.num_kv_heads, "window_size": mixer.window}
     with torch.device("meta"):
         shape = cast(RecurrentMixer, config.build_mixer(mixer))  # its widths, defaults resolved
     key, value, conv_size = shape.head_k_dim, shape.head_v_dim, shape.config.conv_size
@@ -155,8 +158,12 @@ def config_to_fla(config: HeadmaxConfig) -> dict[str, Any]:
 
 def unknown_to_fla(mixer: MixerConfig, head_dim: int) -> Iterator[tuple[str, Any, str]]:
     """Settings of a mixer that FLA does not have: name, value, and what it has instead."""
-    if isinstance(mixer, AttentionConfig) and mixer.head_k_dim not in (None, head_dim):
-        yield "head_k_dim", mixer.head_k_dim, "hidden_size / num_heads"
+    if isinstance(mixer, AttentionConfig):
+        if mixer.head_k_dim not in (None, head_dim):
+            yield "head_k_dim", mixer.head_k_dim, "hidden_size / num_heads"
+        for name in ("num_heads", "qk_norm", "output_gate", "rotary_dim"):
+            if getattr(mixer, name):
+                yield name, getattr(mixer, name), str(getattr(AttentionConfig(), name))
     if isinstance(mixer, RecurrentConfig) and mixer.output_norm != "head":
         yield "output_norm", mixer.output_norm, "'head'"
     if isinstance(mixer, FeatureMapConfig) and mixer.feature_map not in FEATURE_MAPS.values():

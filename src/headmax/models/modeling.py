@@ -134,8 +134,8 @@ class Inputs:
     padding: Padding | None
     positions: dict[tuple[bool, RotarySettings | None], Rotary | None]
     """The angles of the tokens, for attention or not, and for each setting in the model."""
-    attention_mask: Tensor | None
-    """Which keys a query of an attention layer may see."""
+    masks: dict[int | None, Tensor | None]
+    """Which keys a query of an attention layer may see, for each window in the model."""
     states: tuple[tuple | None, ...]
     """What each block goes on from: slots for few tokens, which move on in place."""
     fusion: tuple[Fusion, ...]
@@ -162,6 +162,7 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, config.backend)
         self.uses_attention = [isinstance(block.mixer, Attention) for block in self.layers]
         self.rotary: list[RotarySettings | None] = [getattr(block.mixer, "rotary", None) for block in self.layers]
+        self.windows: list[int | None] = [getattr(block.mixer, "window", None) for block in self.layers]
         for block in self.layers:
             block.mixer.o_proj.init_factor = config.init_factor(config.output_init)  # type: ignore[union-attr]
             block.mlp.down_proj.init_factor = config.init_factor(config.down_init)  # type: ignore[union-attr]
@@ -202,7 +203,7 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
                 if output_hidden_states:
                     hidden_states.append(x)
                 state, positions, fusion = inputs.states[n], inputs.positions[attends, self.rotary[n]], inputs.fusion[n]
-                mask = inputs.attention_mask if attends else inputs.padding
+                mask = inputs.masks[self.windows[n]] if attends else inputs.padding
                 if fusion.step and not isinstance(state, AttentionState):  # keys and values that grow are no memory to write in
                     x = cast(Block, block).step(x, state, positions, mask)
                 else:
@@ -267,7 +268,7 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
             packing,
             padding,
             self._angles(x, cache, position_ids, packing, padding),
-            self._attention_mask(x, cache, past, attention_mask, packing),
+            self._attention_masks(x, cache, past, attention_mask),
             tuple(layer.in_place() if few else layer.to_keep() for layer in layers) or (None,) * len(self.layers),
             self.decoder.fusion(self, x) if few and time == 1 and not return_gates and self.kernels(x) else self.fusion(x),
         )
@@ -310,20 +311,21 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
             before = before[:, None] if packing is None else before[packing.sequence_ids]
         return positions + before
 
-    def _attention_mask(
-        self, x: Tensor, cache: HeadmaxCache | None, past: int, attention_mask: Tensor | None, packing: Packing | None
-    ) -> Tensor | None:
-        """What attention layers may see, None where plain causality says it all."""
-        if not any(self.uses_attention):
-            return None
+    def _attention_masks(
+        self, x: Tensor, cache: HeadmaxCache | None, past: int, attention_mask: Tensor | None
+    ) -> dict[int | None, Tensor | None]:
+        """What attention layers may see, for each of their windows; None where causality and the packing say it all."""
+        windows = {window for window, attends in zip(self.windows, self.uses_attention, strict=True) if attends}
+        if not windows:
+            return {}
         slots = None if cache is None else next((s for s in (y.state for y in cache.layers) if isinstance(s, AttentionSlots)), None)
         if slots is not None:
-            return slots.mask()
+            return {window: slots.mask(window) for window in windows}
         if attention_mask is not None and attention_mask.shape[1] != past + x.shape[1]:
             raise ValueError(f"attention_mask must cover the cache too, [batch, seen + time] = {[x.shape[0], past + x.shape[1]]}")
         if attention_mask is not None and find_padding(attention_mask) is None:
             attention_mask = None
-        return make_attention_mask(x.shape[1], past, attention_mask, packing, x.device)
+        return {window: make_attention_mask(x.shape[1], past, attention_mask, x.device, window) for window in windows}
 
     def compile_blocks(self, backend: str = "inductor") -> None:
         """Compiles block by block: the blocks share their code, so one compilation serves all layers, and none holds a graph break.

@@ -1,4 +1,4 @@
-"""The paper's language models: four backbones, their softmax twins, five scales, and the study of the number of heads."""
+"""The paper's language models: backbones, their softmax twins, five scales, and the study of the number of heads; and hybrids."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from headmax.layers import MIXERS, HeadGateConfig
-from headmax.layers.mixers import MixerConfig
+from headmax.layers.mixers import AttentionConfig, GatedDeltaNetConfig, MixerConfig
 from headmax.models import HeadmaxConfig
 from headmax.recipes.recipe import Recipe
 from headmax.train import ComputeConfig, EvalConfig, OptimConfig, ScheduleConfig, TrainConfig
@@ -34,10 +34,18 @@ TINY = TrainConfig(
 """What a laptop does in minutes: 2,000 steps of 8 short sequences."""
 
 
+def named(softmax: bool, backbone: str, scale: str) -> str:
+    return f"{'softmax-' if softmax else ''}{backbone}-{scale}"
+
+
+def train_config(scale: str) -> TrainConfig:
+    return TINY if scale == "tiny" else TrainConfig()
+
+
 def recipe(backbone: str, scale: str, *, softmax: bool = False, num_heads: int | None = None) -> Recipe:
     """`backbone` at `scale`, with the paper's gates if `softmax`; `num_heads` gives the heads study."""
     layers, hidden = SCALES[scale]
-    name = f"{'softmax-' if softmax else ''}{backbone}-{scale}" + (f"-h{num_heads}" if num_heads else "")
+    name = named(softmax, backbone, scale) + (f"-h{num_heads}" if num_heads else "")
     kind = backbones()[backbone]
     heads = 4 if kind.recipe_head_dim is None else max(4, hidden // kind.recipe_head_dim)
     model = HeadmaxConfig(
@@ -47,18 +55,43 @@ def recipe(backbone: str, scale: str, *, softmax: bool = False, num_heads: int |
         num_heads=num_heads or heads,
         head_gate=HeadGateConfig() if softmax else None,
     )
-    return Recipe(name, model, TINY if scale == "tiny" else TrainConfig())
+    return Recipe(name, model, train_config(scale))
+
+
+def hybrid(scale: str, *, softmax: bool = False) -> Recipe:
+    """Gated DeltaNet, and in every fourth layer attention as Qwen3.5 has it: few heads of keys, normalised and for a quarter turned by
+    position, under a sigmoid gate. The last layer is one of these."""
+    layers, hidden = SCALES[scale]
+    heads = max(4, hidden // 128)
+    width = hidden // heads
+    attention = AttentionConfig(
+        num_heads=heads,
+        num_kv_heads=max(1, heads // 4),
+        head_k_dim=width,
+        qk_norm=True,
+        output_gate=True,
+        rotary_dim=width // 4,
+    )
+    model = HeadmaxConfig(
+        mixer=[attention if (layers - 1 - n) % 4 == 0 else GatedDeltaNetConfig.name for n in range(layers)],
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_heads=4,
+        head_gate=HeadGateConfig() if softmax else None,
+    )
+    return Recipe(named(softmax, "hybrid", scale), model, train_config(scale))
 
 
 def recipes() -> dict[str, Callable[[], Recipe]]:
     """The recipes of this file, by name."""
     known = backbones()
     return {
-        **{f"{b}-{s}": partial(recipe, b, s) for b in known for s in SCALES},
-        **{f"softmax-{b}-{s}": partial(recipe, b, s, softmax=True) for b, kind in known.items() if kind.gated for s in SCALES},
+        **{named(False, b, s): partial(recipe, b, s) for b in known for s in SCALES},
+        **{named(True, b, s): partial(recipe, b, s, softmax=True) for b, kind in known.items() if kind.gated for s in SCALES},
         **{
             f"{prefix}gla-110m-h{heads}": partial(recipe, "gla", "110m", softmax=bool(prefix), num_heads=heads)
             for prefix in ("", "softmax-")
             for heads in HEADS_STUDY
         },
+        **{named(softmax, "hybrid", s): partial(hybrid, s, softmax=softmax) for softmax in (False, True) for s in SCALES},
     }

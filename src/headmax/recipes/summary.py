@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from headmax.layers import HeadGate
+from headmax.layers.mixers.attention import AttentionState
 from headmax.models import HeadmaxForCausalLM
 from headmax.recipes.recipe import Recipe
 
@@ -19,9 +20,9 @@ class Summary:
     """Without embeddings."""
     gate_parameters: int
     state_bytes: int
-    """Per sequence for recurrent layers, per token of context for attention; bfloat16 weights, float32 recurrent states."""
-    grows: bool
-    """Whether the state grows with every token (attention)."""
+    """What recurrent layers keep of a sequence, in bfloat16 but for the recurrent states, which are float32."""
+    token_bytes: int
+    """What attention layers keep of each token, in bfloat16."""
 
 
 def summarize(recipe: Recipe) -> Summary:
@@ -32,4 +33,5 @@ def summarize(recipe: Recipe) -> Summary:
     parameters = sum(p.numel() for p in model.parameters())
     embeddings = {id(w): w.numel() for w in (model.get_input_embeddings().weight, model.get_output_embeddings().weight)}
     gates = sum(p.numel() for module in model.modules() if isinstance(module, HeadGate) for p in module.parameters())
-    return Summary(parameters, parameters - sum(embeddings.values()), gates, cache.nbytes(), any(model.model.uses_attention))
+    token_bytes = sum(x.nbytes for layer in cache.layers if isinstance(layer.state, AttentionState) for x in layer.state)
+    return Summary(parameters, parameters - sum(embeddings.values()), gates, cache.nbytes() - token_bytes, token_bytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self, Unpack
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from headmax.fields import Positive
 from headmax.layers.fusion import intact
 from headmax.layers.mixers.base import MixerOutput, head_width
-from headmax.layers.mixers.config import MixerConfig, Shared, Width
+from headmax.layers.mixers.config import MixerConfig, Width
+from headmax.layers.norm import RMSNorm
+from headmax.layers.packed_attention import packed_attention
 from headmax.layers.rotary import Rotary, RotarySettings, rotate
 from headmax.ops.packing import Packing
 
@@ -49,22 +51,41 @@ class AttentionSlots(NamedTuple):
         at = self.position.clamp_max(self.keys.shape[2] - 1).view(-1, 1, 1, 1).expand_as(k)  # a sequence that has ended may run on
         return self.keys.scatter_(2, at, k), self.values.scatter_(2, at, v)
 
-    def mask(self) -> Tensor:
-        """[slots, 1, 1, length] which keys the next token may see: itself and those before it."""
-        return (torch.arange(self.keys.shape[2], device=self.keys.device) <= self.position[:, None])[:, None, None]
+    def mask(self, window: int | None = None) -> Tensor:
+        """[slots, 1, 1, length] which keys the next token may see: itself and those before it, at most `window` of them."""
+        age = self.position[:, None] - torch.arange(self.keys.shape[2], device=self.keys.device)
+        return ((age >= 0) if window is None else (age >= 0) & (age < window))[:, None, None]
 
 
-def attention_mask(time: int, past: int, mask: Tensor | None, packing: Packing | None, device: torch.device) -> Tensor | None:
-    """True where query t may see key s, [batch or 1, 1, time, past + time]; None where plain causality says it all."""
-    if mask is None and packing is None and (past == 0 or time == 1):
+def attention_mask(time: int, past: int, mask: Tensor | None, device: torch.device, window: int | None = None) -> Tensor | None:
+    """True where query t may see key s, [batch or 1, 1, time, past + time]; None where causality says it all.
+
+    `mask` [batch, past + time] is 0 where there is no token; a window counts tokens.
+    """
+    if window is not None and past == 0 and mask is None:
+        return None  # what `packed_attention` knows
+    if window is not None and past + time <= window:
+        window = None
+    if mask is None and window is None and (past == 0 or time == 1):
         return None
     keys = torch.arange(past + time, device=device)
     allowed = (keys <= keys[past:, None])[None, None]
-    if packing is not None:
-        allowed = allowed & (packing.sequence_ids == packing.sequence_ids[:, None])
+    if window is not None:
+        tokens = keys[None] if mask is None else mask.long().cumsum(-1)
+        allowed = allowed & (tokens[:, past:, None] - tokens[:, None] < window).unsqueeze(1)
     if mask is not None:  # a padded query may see itself, so that no row is empty
         allowed = allowed & (mask[:, None, None, :].bool() | (keys == keys[past:, None]))
     return allowed
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """What queries q [B,H,T,D] read from keys and values [B,G,S,D]; without a mask as many as there are keys see those before them, and
+    one alone sees all."""
+    groups, time = k.shape[1], q.shape[2]
+    if time == 1:  # the queries of a key head take the place of time
+        return F.scaled_dot_product_attention(q.view(len(q), groups, -1, q.shape[-1]), k, v, attn_mask=mask).view_as(q)
+    k, v = (x.repeat_interleave(q.shape[1] // groups, dim=1) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and k.shape[2] == time)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +95,22 @@ class AttentionConfig(MixerConfig):
     name, title, recipe = "attention", "Transformer++", "transformer"
     gated = False
     fla = ("transformer", "Transformer", "Attention")
-    lora_targets = ("q_proj", "k_proj", "v_proj", "o_proj")
+    lora_targets = ("q_proj", "k_proj", "v_proj", "g_proj", "o_proj")
 
+    num_heads: Width | None = None
+    """Heads of queries: those of the model unless given."""
+    num_kv_heads: Width | None = None
+    """Heads of keys and values, each for as many queries: one for every query's unless given."""
     head_k_dim: Width | None = None
     """Width of a head."""
+    window: Width | None = None
+    """How many tokens a query sees, itself among them; all before it unless given."""
+    qk_norm: bool = False
+    """Normalise the queries and keys of each head."""
+    output_gate: bool = False
+    """Multiply what is read by a sigmoid of the hidden state, as Qwen3.5 does."""
+    rotary_dim: Width | None = None
+    """How many channels of a head turn with the position: all unless given."""
     rotary_base: Positive = 10_000.0
     """Base of the rotary positions."""
 
@@ -86,25 +119,37 @@ class AttentionConfig(MixerConfig):
         """In a hybrid the model's head_k_dim is that of the recurrent layers."""
         return super().of_model({name: x for name, x in settings.items() if alone or name != "head_k_dim"}, alone)
 
-    def build(self, hidden_size: int, num_heads: int, **_: Unpack[Shared]) -> Attention:
-        return Attention(hidden_size, num_heads, self)
+    def build(self, hidden_size: int, num_heads: int, norm_eps: float = 1e-6, backend: str = "auto", **_: Any) -> Attention:
+        return Attention(hidden_size, self.num_heads or num_heads, self, norm_eps, backend)
 
 
 class Attention(nn.Module):
     """softmax(q k^T / sqrt(d)) v per head, with rotary positions."""
 
-    def __init__(self, hidden_size: int, num_heads: int, config: AttentionConfig = AttentionConfig()) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        config: AttentionConfig = AttentionConfig(),
+        norm_eps: float = 1e-6,
+        backend: str = "auto",
+    ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.window = config, config.window
         self.head_dim = head_width("head_k_dim", config.head_k_dim, hidden_size, num_heads)
-        if self.head_dim % 2:
-            raise ValueError(f"head_k_dim must be even for rotary positions, got {self.head_dim}")
-        self.rotary = RotarySettings(self.head_dim, config.rotary_base)
-        width = num_heads * self.head_dim
-        self.q_proj = nn.Linear(hidden_size, width, bias=False)
-        self.k_proj = nn.Linear(hidden_size, width, bias=False)
-        self.v_proj = nn.Linear(hidden_size, width, bias=False)
-        self.o_proj = nn.Linear(width, hidden_size, bias=False)
+        groups, turned = config.num_kv_heads or num_heads, config.rotary_dim or self.head_dim
+        if num_heads % groups:
+            raise ValueError(f"num_kv_heads must divide the {num_heads} heads, got {groups}")
+        if turned % 2 or turned > self.head_dim:
+            name = "head_k_dim" if config.rotary_dim is None else "rotary_dim"
+            raise ValueError(f"{name} must be even for rotary positions, and rotary_dim at most head_k_dim {self.head_dim}; got {turned}")
+        self.rotary = RotarySettings(turned, config.rotary_base)
+        self.q_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(hidden_size, groups * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(hidden_size, groups * self.head_dim, bias=False)
+        self.g_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=False) if config.output_gate else None
+        self.o_proj = nn.Linear(num_heads * self.head_dim, hidden_size, bias=False)
+        self.q_norm, self.k_norm = (RMSNorm(self.head_dim, norm_eps, backend) if config.qk_norm else None for _ in range(2))
 
     def forward(
         self,
@@ -126,37 +171,56 @@ class Attention(nn.Module):
             positions = (start if packing is None else packing.positions)[None]
         rotary = positions if isinstance(positions, Rotary) else self.rotary.at(positions, x.dtype)
         if not isinstance(state, AttentionSlots) and (mask is None or mask.ndim == 2):
-            mask = attention_mask(x.shape[1], past, mask, packing, x.device)
-        o, new_state = self.attend(self.q_proj(x), self.k_proj(x), self.v_proj(x), rotary, state, mask)
+            mask = attention_mask(x.shape[1], past, mask, x.device, self.window)
+        gate = None if self.g_proj is None else self.g_proj(x)
+        o, new_state = self.read(self.q_proj(x), self.k_proj(x), self.v_proj(x), gate, rotary, state, mask, packing)
         return MixerOutput(self.o_proj(o), new_state if return_state else None, None)
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, state: AttentionState | AttentionSlots | None, mask: Tensor | None
+    def read(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gate: Tensor | None,
+        rotary: Rotary,
+        state: AttentionState | AttentionSlots | None,
+        mask: Tensor | None,
+        packing: Packing | None = None,
     ) -> tuple[Tensor, AttentionState | AttentionSlots]:
-        """What projections q, k, v [B,T,H*D] read, [B,T,H*D], after the keys and values of `state`; and all of these."""
+        """What projections q, gate [B,T,H*D], k, v [B,T,G*D] read, [B,T,H*D], after the keys and values of `state`; and all of these."""
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
-        q, k, v = rotate(q, rotary).transpose(1, 2), rotate(k, rotary).transpose(1, 2), v.transpose(1, 2)
-        if isinstance(state, AttentionSlots):
-            k, v = state.write(k, v)
-            mask = state.mask() if mask is None else mask
-        elif state is not None:
-            k, v = torch.cat([state.keys, k], dim=2), torch.cat([state.values, v], dim=2)
-        o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and k.shape[2] == q.shape[2])
-        return o.transpose(1, 2).flatten(2), state if isinstance(state, AttentionSlots) else AttentionState(k, v)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, rotary), rotate(k, rotary)
+        fresh = state is None or (isinstance(state, AttentionState) and not state.keys.shape[2])
+        if packing is not None or (self.window is not None and fresh and mask is None):
+            o, state = packed_attention(q, k, v, packing, self.window), AttentionState(k.transpose(1, 2), v.transpose(1, 2))
+        else:
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            if isinstance(state, AttentionSlots):
+                k, v = state.write(k, v)
+                mask = state.mask(self.window) if mask is None else mask
+            else:
+                if state is not None:
+                    k, v = torch.cat([state.keys, k], dim=2), torch.cat([state.values, v], dim=2)
+                state = AttentionState(k, v)
+            o = attend(q, k, v, mask).transpose(1, 2)
+        return o.flatten(2) if gate is None else o.flatten(2) * gate.sigmoid(), state
 
     def flops(self, length: int) -> float:
-        """Of scores and read-out, per token of a sequence of that length, forward: to half of it on average."""
-        return 2.0 * length * self.o_proj.in_features
+        """Of scores and read-out, per token of a sequence of that length, forward."""
+        seen = length / 2 if self.window is None or self.window > length else self.window * (1 - self.window / (2 * length))
+        return 4.0 * seen * self.o_proj.in_features
 
     def slots(self, number: int, length: int, position: Tensor) -> AttentionSlots:
         """Empty slots for texts of `length` tokens."""
-        weight = self.q_proj.weight
+        weight = self.k_proj.weight
         keys = weight.new_zeros(number, weight.shape[0] // self.head_dim, length, self.head_dim)
         return AttentionSlots(keys, torch.zeros_like(keys), position)
 
     def step_obstacle(self) -> str | None:
         """As the recurrent mixers have it."""
-        own = (self.q_proj, self.k_proj, self.v_proj, self.o_proj)
+        own = [module for module in (self.q_proj, self.k_proj, self.v_proj, self.g_proj, self.o_proj) if module is not None]
         return None if intact(*own) else "a part of an Attention block has been replaced"
 
     def fusible(self) -> bool:
