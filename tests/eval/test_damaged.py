@@ -7,12 +7,11 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+pytest.importorskip("lm_eval")
 from headmax import durable
 from headmax.eval.harness import TokenLM
 from headmax.eval.scores import ScoreFile
 from tests.eval.conftest import make_model
-
-pytest.importorskip("lm_eval")
 
 
 def test_a_nan_in_the_weights_ends_every_task_and_records_nothing(

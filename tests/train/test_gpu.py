@@ -70,7 +70,7 @@ def test_nothing_in_a_step_waits_for_the_device(separate: bool, tmp_path: Path, 
 
         monkeypatch.setattr(Trainer, name, checked)
 
-    strict("gradients")
+    strict("add_gradients")
     strict("update")
     train(tmp_path, source=Walks(separate=separate), device="cuda", compute_precision="bfloat16", compute_compile=False, max_steps=6)
     assert len(losses(tmp_path)) == 6
