@@ -65,9 +65,11 @@ def plain_step(block: Block, x: torch.Tensor, slots: Slots, rotary: Any) -> torc
     return block(x, state=slots, return_state=True, positions=rotary, fusion=Fusion()).hidden
 
 
-def decode(step: Any, slots: Slots, block: Block, rows: int, steps: int = 2) -> torch.Tensor:
+def decode(step: Any, slots: Slots, block: Block, rows: int, steps: int = 2, positions: int | None = None) -> torch.Tensor:
+    """`positions` are how many rows have a position of their own: all unless given, or one that all rows share."""
     generator, dtype = torch.Generator().manual_seed(2), block.mlp_norm.weight.dtype
-    outputs, settings, position = [], getattr(block.mixer, "rotary", None), torch.arange(rows, device=DEVICE) % 3 + 2
+    outputs, settings = [], getattr(block.mixer, "rotary", None)
+    position = torch.arange(positions or rows, device=DEVICE) % 3 + 2
     used = slots.rows(slice(0, rows))
     for _ in range(steps):
         x = torch.randn(rows, 1, HIDDEN, generator=generator).to(DEVICE, dtype)
@@ -110,6 +112,15 @@ def rows(request: pytest.FixtureRequest) -> int:
 @pytest.mark.parametrize("mixer", [*RECURRENT, "attention"])
 def test_every_mixer_at_every_size_of_batch(mixer: str, rows: int) -> None:
     assert_equal_to_plain(make(mixer), rows)
+
+
+@here
+def test_rows_at_one_position() -> None:
+    """As a model decodes them whose positions are not given."""
+    block = make("retnet")
+    ours, theirs = (filled(block, 3, torch.float32) for _ in range(2))
+    expected, actual = decode(plain_step, theirs, block, 3, positions=1), decode(fused_step, ours, block, 3, positions=1)
+    assert (actual - expected).abs().max() <= 2e-5 * expected.abs().max()
 
 
 @here

@@ -79,11 +79,11 @@ def recurrent_step(mixer: RecurrentMixer, norm: RMSNorm, x: Tensor, state: Recur
     }
     numbers = (1.0, 1.0, terms.normalizer) if gate is None else (gate.temperature, gate.scale, terms.normalizer)
     decay = (terms.decay_weight, terms.decay_bias)
-    o, read, squares = mixer_step(
+    o, read = mixer_step(
         projected, None if scores is None else scores.sums, state.recurrent, mixer.num_heads, rotary, decay, numbers, constants
     )
     gates = None if swish is None else projected[:, swish : swish + o.shape[1]]
-    return linear(LinearInput(o, swish=gates, read=read, squares=squares, **norm_of(mixer)), [mixer.o_proj.weight], residual=x)
+    return linear(LinearInput(o, swish=gates, read=read, **norm_of(mixer)), [mixer.o_proj.weight], residual=x)
 
 
 def gate_constants(mixer: RecurrentMixer) -> dict[str, Any]:

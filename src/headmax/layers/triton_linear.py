@@ -1,7 +1,8 @@
 """Products of decoding: a few rows times several matrices, with norm and gates on the way in; residual, convolution and scores on the way
 out.
 
-For a single row a program multiplies and adds; for more it uses the matrix units. Weights are read where the modules have them.
+For a single row a program multiplies and adds; for more it uses the matrix units, on an input that a kernel of its own has normalised.
+Weights are read where the modules have them.
 """
 
 from __future__ import annotations
@@ -40,8 +41,6 @@ class LinearInput:
     """[rows, width], rows of any stride."""
     read: Tensor | None = None
     """[rows, heads], a factor for each head's part of x."""
-    squares: Tensor | None = None
-    """[rows, heads, parts] sums of squares over parts of each head, of an x that is made of heads."""
 
 
 @dataclass(frozen=True)
@@ -196,70 +195,72 @@ def row_kernel(
 
 
 @triton.jit
-def rows_kernel(
-    x, norm, swish, read, squares, w0, w1, w2, w3, w4, w5, w6, w7, residual, t0, t1, t2, past, read_weight, write_weight, sums, out, N, eps,
-    x_stride, swish_stride, M,
-    OUTPUTS: tl.constexpr, K: tl.constexpr, HEADS: tl.constexpr, JOINT: tl.constexpr, PARTS: tl.constexpr, C: tl.constexpr,
-    W: tl.constexpr, TIMES: tl.constexpr, HEAD: tl.constexpr, PART: tl.constexpr, KEY_HEADS: tl.constexpr,
-    PAIR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr, PRECISION: tl.constexpr,
+def normalize_kernel(
+    x, norm, swish, read, out, x_stride, swish_stride, eps, K: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """BN outputs of BM rows. An x of heads has the sums of its squares beside it; of any other they are made on the way."""
+    """One group of a norm in one row: what `row_kernel` makes of its input, stored in out [rows, K]."""
+    row, group = (tl.program_id(0) // GROUPS).to(tl.int64), tl.program_id(0) % GROUPS
+    SIZE: tl.constexpr = K // GROUPS
+    channel = tl.arange(0, BC)
+    inside, column = channel < SIZE, group * SIZE + channel
+    wait_for_previous(EARLY)
+    gates = swish
+    if swish is not None:
+        gates += row * swish_stride
+    value, product = factors(x + row * x_stride, norm, gates, column, inside, channel, inside)
+    if read is not None:
+        product *= tl.load(read + row * HEADS + column // (K // HEADS), mask=inside, other=0.0)
+    if norm is not None:
+        product *= tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps)
+    tl.store(out + row * K + column, product.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def prefetch(weight, n, outputs, K: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr):
+    """Asks for rows n of a matrix [outputs, K], of which LINE entries are a line of the L2 cache, without waiting for them."""
+    line = tl.arange(0, LINES)[None, :] * LINE
+    inside = (n < outputs)[:, None] & (line < K)
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [weight + n.to(tl.int64)[:, None] * K + line, inside.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def rows_kernel(
+    x, w0, w1, w2, w3, w4, w5, w6, w7, residual, t0, t1, t2, past, read_weight, write_weight, sums, out, N, x_stride, M,
+    OUTPUTS: tl.constexpr, K: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
+    TIMES: tl.constexpr, HEAD: tl.constexpr, PART: tl.constexpr, KEY_HEADS: tl.constexpr,
+    PAIR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr,
+    PRECISION: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """BN outputs of BM rows of x [M, K]."""
     if PAIR:
         weight, outputs, number, before = w0, OUTPUTS[0], tl.program_id(0), tl.program_id(0) * 0
     else:
         weight, outputs, number, before = pick(tl.program_id(0), (w0, w1, w2, w3, w4, w5, w6, w7), OUTPUTS, BN)
     n, rows = number * BN + tl.arange(0, BN), tl.program_id(1) * BM + tl.arange(0, BM)
-    SIZE: tl.constexpr = K // HEADS
-    STEPS: tl.constexpr = (SIZE + BK - 1) // BK
-    there = rows < M
-    y, y_2, total = tl.zeros([BM, BN], tl.float32), tl.zeros([BM, BN], tl.float32), tl.zeros([BM], tl.float32)
-    wait_for_previous(EARLY)
-    if squares is not None:
-        part = tl.arange(0, BP)
-        if JOINT:
-            for head in range(HEADS):
-                p_squares = squares + (rows[:, None] * HEADS + head) * PARTS + part[None, :]
-                total += tl.sum(tl.load(p_squares, mask=there[:, None] & (part < PARTS)[None, :], other=0.0), 1)
-            total = tl.rsqrt(total / K + eps)
-    for step in range(HEADS * STEPS):
-        head, start = step // STEPS, step % STEPS * BK
-        channel = start + tl.arange(0, BK)
-        inside, column = channel < SIZE, head * SIZE + channel
-        at = n.to(tl.int64)[:, None] * K + column[None, :]
-        t_w = tl.load(weight + at, mask=(n < outputs)[:, None] & inside[None, :], other=0.0)  # [BN, BK]
-        p_x, p_swish = x + rows[:, None] * x_stride, swish
-        if swish is not None:
-            p_swish = swish + rows[:, None] * swish_stride
-        of_norm = column if JOINT else channel
-        value, product = factors(
-            p_x, norm, p_swish, column[None, :], there[:, None] & inside[None, :], of_norm[None, :], inside[None, :]
-        )  # [BM, BK]
-        if squares is None:
-            if norm is not None:
-                total += tl.sum(value * value, 1)
-        else:
-            factor = there.to(tl.float32)
-            if norm is not None:
-                if JOINT:
-                    factor = total
-                else:
-                    p_squares = squares + (rows[:, None] * HEADS + head) * PARTS + part[None, :]
-                    sum_of_head = tl.sum(tl.load(p_squares, mask=there[:, None] & (part < PARTS)[None, :], other=0.0), 1)
-                    factor = tl.rsqrt(sum_of_head / SIZE + eps)
-            if read is not None:
-                factor *= tl.load(read + rows * HEADS + head, mask=there, other=0.0)
-            product *= factor[:, None]
-        product = product.to(t_w.dtype)
-        y = tl.dot(product, tl.trans(t_w), y, input_precision=PRECISION)
+    if EARLY:
+        prefetch(weight, n, outputs, K, LINE, LINES)
         if PAIR:
-            t_w2 = tl.load(w1 + at, mask=(n < outputs)[:, None] & inside[None, :], other=0.0)  # [BN, BK]
-            y_2 = tl.dot(product, tl.trans(t_w2), y_2, input_precision=PRECISION)
-    if squares is None:
-        if norm is not None:
-            factor = tl.rsqrt(total / K + eps)[:, None]
-            y *= factor
-            y_2 *= factor
+            prefetch(w1, n, outputs, K, LINE, LINES)
+    wait_for_previous(EARLY)
+    y, y_2 = tl.zeros([BM, BN], tl.float32), tl.zeros([BM, BN], tl.float32)
+    for start in range(0, K, BK):
+        channel = start + tl.arange(0, BK)
+        at, inside = n.to(tl.int64)[:, None] * K + channel[None, :], (n < outputs)[:, None] & (channel < K)[None, :]
+        p_x = x + rows.to(tl.int64)[:, None] * x_stride + channel[None, :]
+        t_x = tl.load(p_x, mask=(rows < M)[:, None] & (channel < K)[None, :], other=0.0)  # [BM, BK]
+        t_w = tl.load(weight + at, mask=inside, other=0.0)  # [BN, BK]
+        y = tl.dot(t_x, tl.trans(t_w), y, input_precision=PRECISION)
+        if PAIR:
+            t_w2 = tl.load(w1 + at, mask=inside, other=0.0)  # [BN, BK]
+            y_2 = tl.dot(t_x, tl.trans(t_w2), y_2, input_precision=PRECISION)
     if PAIR:
         y = y * tl.sigmoid(y) * y_2
     finish(
@@ -276,14 +277,29 @@ def row_tile(outputs: int, width: int, groups: int, pair: bool, part: int, devic
     return sizes | {"BN": block, "num_warps": 4 if block * whole <= TILE // 2 else 8}
 
 
-def rows_tile(rows: int, outputs: int, width: int, part: int, sizes: tuple[int, int], device: torch.device) -> dict[str, int]:
-    """Tiles for the matrix units: small ones, so that every processor has one. `sizes` are the bytes of an input and of a weight."""
-    height, columns = min(64, max(16, power_of_2(rows))), max(part, 32 if outputs >= 64 * processors(device) else 16)
-    depth = min(128, max(16, power_of_2(width)))
-    while depth > 16 and 2 * depth * (height * sizes[0] + columns * sizes[1]) > SHARED:
+def rows_tile(rows: int, outputs: int, width: int, part: int, bytes_: int, pair: bool, device: torch.device) -> dict[str, int]:
+    """Tiles for the matrix units: few rows of small tiles that are deep, so that all processors read at once."""
+    height = min(64, max(16, power_of_2(rows)))
+    columns = max(part, 16 if rows <= 16 else 32 if rows <= 64 else 64)
+    depth = min(max(16, power_of_2(width)), 256 if height == 16 else 128)
+    tile = (height + columns * (1 + pair)) * bytes_
+    while depth > 16 and 2 * depth * tile > SHARED:
         depth //= 2
-    stages = SHARED // (depth * (height * sizes[0] + columns * sizes[1]))
-    return {"BM": height, "BN": columns, "BK": depth, "num_warps": 4, "num_stages": max(1, min(4, stages))}
+    return {"BM": height, "BN": columns, "BK": depth, "num_warps": 4, "num_stages": max(1, min(4, SHARED // (depth * tile)))}
+
+
+def normalized(source: LinearInput, dtype: torch.dtype) -> Tensor:
+    """What is multiplied, [rows, width] in `dtype`."""
+    (rows, width), device = source.x.shape, source.x.device
+    out = source.x.new_empty(rows, width, dtype=dtype)
+    strides = (source.x.stride(0), 0 if source.swish is None else source.swish.stride(0))
+    heads = 1 if source.read is None else source.read.shape[1]
+    shape = {"K": width, "GROUPS": source.groups, "HEADS": heads, "BC": power_of_2(width // source.groups)}
+    launch(
+        normalize_kernel, (rows * source.groups,), (source.x, source.norm, source.swish, source.read, out, *strides, source.eps),
+        shape | {"num_warps": 4} | early(device),
+    )  # fmt: skip
+    return out
 
 
 def linear(
@@ -317,23 +333,22 @@ def linear(
         head = {"TIMES": sums.shape[2] // scores.key_heads, "HEAD": outputs[0] // scores.key_heads}
         shape |= head | {"PART": part, "KEY_HEADS": scores.key_heads}
     matrices = (*weights, *[None] * (MOST_MATRICES - len(weights)))
-    after = (residual, *taps, past, *scorers, sums, out, sum(outputs), source.eps)
+    after = (residual, *taps, past, *scorers, sums, out, sum(outputs))
     if rows == 1:
         groups = 1 if source.norm is None else source.groups
         heads = 1 if source.read is None else source.read.shape[1]
         tile = row_tile(sum(outputs), width, groups, pair, part, device)
-        arguments = (x, source.norm, source.swish, source.read, *matrices, *after)
+        arguments = (x, source.norm, source.swish, source.read, *matrices, *after, source.eps)
         blocks = sum(cdiv(n, tile["BN"]) for n in outputs)
         launch(row_kernel, (blocks,), arguments,
                constants | {"GROUPS": groups, "HEADS": heads} | shape | {"PAIR": pair} | tile | early(device))  # fmt: skip
         return out
-    heads, parts = (1, 1) if source.squares is None else source.squares.shape[1:]
-    sizes = x.element_size() + (0 if source.swish is None else source.swish.element_size()), weights[0].element_size() * (1 + pair)
-    tile = rows_tile(rows, sum(outputs), width // heads, part, sizes, device)
-    strides = (x.stride(0), 0 if source.swish is None else source.swish.stride(0), rows)
-    joint = source.groups == 1 and heads > 1
-    how = {"HEADS": heads, "JOINT": joint, "PARTS": parts} | shape | {"PAIR": pair, "BP": power_of_2(parts), "PRECISION": "ieee"}
+    size = weights[0].element_size()
+    if any(factor is not None for factor in (source.norm, source.swish, source.read)) or x.dtype != weights[0].dtype:
+        x = normalized(source, weights[0].dtype)
+    tile = rows_tile(rows, sum(outputs), width, part, size, pair, device)
+    line = 128 // size
+    how = shape | {"PAIR": pair, "LINE": line, "LINES": power_of_2(cdiv(width, line)), "PRECISION": "ieee"}
     grid = (sum(cdiv(n, tile["BN"]) for n in outputs), cdiv(rows, tile["BM"]))
-    arguments = (x, source.norm, source.swish, source.read, source.squares, *matrices, *after, *strides)
-    launch(rows_kernel, grid, arguments, constants | how | tile | early(device))
+    launch(rows_kernel, grid, (x, *matrices, *after, x.stride(0), rows), constants | how | tile | early(device))
     return out

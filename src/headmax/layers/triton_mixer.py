@@ -83,8 +83,8 @@ def own_gates(
 
 @triton.jit
 def mixer_step_kernel(
-    projected, sums, state, out, read_out, squares, cos, sin, decay_weight, decay_bias,
-    stride, temperature, gate_scale, normalizer, scale,
+    projected, sums, state, out, read_out, cos, sin, decay_weight, decay_bias,
+    stride, angle_stride, temperature, gate_scale, normalizer, scale,
     Q: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, DECAYS: tl.constexpr, BETAS: tl.constexpr,
     READS: tl.constexpr, WRITES: tl.constexpr,
     H: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RANK: tl.constexpr, PARTS: tl.constexpr,
@@ -114,8 +114,8 @@ def mixer_step_kernel(
     k = tl.load(row + KEYS + at, mask=inside, other=0.0).to(tl.float32)
     q_other, k_other = q, k
     if cos is not None:
-        cos += sequence * (K // 2)
-        sin += sequence * (K // 2)
+        cos += sequence * angle_stride
+        sin += sequence * angle_stride
         q_other = tl.load(row + Q + other, mask=inside, other=0.0).to(tl.float32)
         k_other = tl.load(row + KEYS + other, mask=inside, other=0.0).to(tl.float32)
     read, write = 1.0, 1.0
@@ -149,8 +149,6 @@ def mixer_step_kernel(
     memory, o = advance(memory.to(tl.float32), q, k, v, decay, beta, read * scale, write, DECAY)
     tl.store(tile, memory.to(state.dtype.element_ty), mask=there)
     tl.store(out + (sequence * H + head) * V + column, o, mask=column < V)
-    if squares is not None:
-        tl.store(squares + (sequence * H + head) * tl.num_programs(0) + tl.program_id(0), tl.sum(o * o, 0))
 
 
 def mixer_step(
@@ -162,9 +160,8 @@ def mixer_step(
     decay: tuple[Tensor | None, Tensor | None],
     numbers: tuple[float, float, float],
     constants: dict[str, Any],
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """What every head reads [rows, H * V] in float32, the read gates [rows, H] where they come after the norm, and, for several rows, the
-    sums of o's squares [rows, H, parts].
+) -> tuple[Tensor, Tensor | None]:
+    """What every head reads [rows, H * V] in float32, and the read gates [rows, H] where they come after the norm.
 
     Args:
         projected: [rows, ...], the parts of a row where the constants say.
@@ -178,13 +175,13 @@ def mixer_step(
     blocks, parts = cdiv(value, width), 1 if sums is None else sums.shape[3]
     out = projected.new_empty(rows, heads * value, dtype=torch.float32)
     read = out.new_empty(rows, heads) if constants["READ"] == "after_norm" else None
-    squares = out.new_empty(rows, heads, blocks) if rows > 1 else None
     angles = (None, None) if rotary is None else rotary
+    angle_stride = 0 if rotary is None or len(rotary[0]) == 1 else key // 2  # all rows may share their position
     sizes = {"H": heads, "KEY_HEADS": key_heads, "K": key, "V": value, "PARTS": parts, "BK": max(16, power_of_2(key)), "BV": width,
              "BH": power_of_2(heads), "BR": power_of_2(constants["RANK"]), "BP": power_of_2(parts), "num_warps": warps}  # fmt: skip
     launch(
         mixer_step_kernel, (blocks, heads, rows),
-        (projected, sums, state, out, read, squares, *angles, *decay, projected.stride(0), *numbers, key**-0.5),
+        (projected, sums, state, out, read, *angles, *decay, projected.stride(0), angle_stride, *numbers, key**-0.5),
         constants | sizes | early(state.device),
     )  # fmt: skip
-    return out, read, squares
+    return out, read
