@@ -1,8 +1,9 @@
 """Products of decoding: a few rows times several matrices, with norm and gates on the way in; residual, convolution and scores on the way
 out.
 
-For a single row a program multiplies and adds; for more it uses the matrix units, on an input that a kernel of its own has normalised.
-Weights are read where the modules have them.
+For a single row a program multiplies and adds; for more it uses the matrix units: up to FEW rows as a single row does, with the weights
+loaded before the input is there, beyond that on an input that a kernel of its own has normalised. Weights are read where the modules
+have them.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from headmax.ops.triton_tiles import cdiv, power_of_2, processors
 
 TILE = 16_384
 """Entries of the matrices that a program for a single row holds at once."""
+FEW, WIDEST = 16, 4096
+"""Rows, and bytes of each, for which a program holds all weights of its outputs."""
 MOST_MATRICES = 8
 SHARED = 96 * 1024
 """Bytes of shared memory that a program's tiles may take."""
@@ -195,6 +198,54 @@ def row_kernel(
 
 
 @triton.jit
+def few_rows_kernel(
+    x, norm, swish, read, w0, w1, w2, w3, w4, w5, w6, w7, residual, t0, t1, t2, past, read_weight, write_weight, sums, out, N, eps,
+    x_stride, swish_stride, M,
+    OUTPUTS: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
+    TIMES: tl.constexpr, HEAD: tl.constexpr, PART: tl.constexpr, KEY_HEADS: tl.constexpr,
+    PAIR: tl.constexpr, SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr, BC: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """BN outputs of up to BM rows. Each warp multiplies its own of SPLIT parts of the channels: a norm's groups if it has several."""
+    if PAIR:
+        weight, outputs, number, before = w0, OUTPUTS[0], tl.program_id(0), tl.program_id(0) * 0
+    else:
+        weight, outputs, number, before = pick(tl.program_id(0), (w0, w1, w2, w3, w4, w5, w6, w7), OUTPUTS, BN)
+    n, rows = number * BN + tl.arange(0, BN), tl.arange(0, BM)
+    part, channel = tl.arange(0, BG)[:, None, None], tl.arange(0, BC)[None, None, :]
+    SIZE: tl.constexpr = K // SPLIT
+    column, inside = part * SIZE + channel, (part < SPLIT) & (channel < SIZE)
+    at, whole = n.to(tl.int64)[None, :, None] * K + column, (n < outputs)[None, :, None] & inside
+    t_w = tl.load(weight + at, mask=whole, other=0.0)  # [BG, BN, BC], first of all loads: it takes longest
+    if PAIR:
+        t_w2 = tl.load(w1 + at, mask=whole, other=0.0)
+    wait_for_previous(EARLY)
+    row, there = rows.to(tl.int64)[None, :, None], (rows < M)[None, :, None] & inside
+    of_norm, gates = column, swish
+    if GROUPS > 1:
+        of_norm = channel
+    if swish is not None:
+        gates += row * swish_stride
+    value, product = factors(x + row * x_stride, norm, gates, column, there, of_norm, inside)  # [BG, BM, BC]
+    if read is not None:
+        product *= tl.load(read + row * HEADS + column // (K // HEADS), mask=there, other=0.0)
+    scale = tl.full([BM, 1], 1.0, tl.float32)
+    if norm is not None:
+        squares = tl.sum(value * value, 2)  # [BG, BM]
+        if GROUPS > 1:
+            product *= tl.rsqrt(squares / SIZE + eps)[:, :, None]
+        else:
+            scale = tl.rsqrt(tl.sum(squares, 0) / K + eps)[:, None]
+    product = product.to(t_w.dtype)
+    y = scale * tl.sum(tl.dot(product, tl.permute(t_w, (0, 2, 1)), input_precision="ieee"), 0)
+    if PAIR:
+        y = y * tl.sigmoid(y) * (scale * tl.sum(tl.dot(product, tl.permute(t_w2, (0, 2, 1)), input_precision="ieee"), 0))
+    finish(
+        y, residual, (t0, t1, t2), past, (read_weight, write_weight), sums, out, number, before, outputs, rows, M, N,
+        OUTPUTS, C, W, TIMES, HEAD, PART, KEY_HEADS, BM, BN,
+    )  # fmt: skip
+
+
+@triton.jit
 def normalize_kernel(
     x, norm, swish, read, out, x_stride, swish_stride, eps, K: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr,
     EARLY: tl.constexpr,
@@ -277,6 +328,17 @@ def row_tile(outputs: int, width: int, groups: int, pair: bool, part: int, devic
     return sizes | {"BN": block, "num_warps": 4 if block * whole <= TILE // 2 else 8}
 
 
+def few_rows_tile(width: int, groups: int, part: int, bytes_: int, pair: bool) -> dict[str, int] | None:
+    """A tile in which a warp has a part of the channels; None if they are too many to be held. Small programs let the next kernel's start."""
+    split = groups if groups > 1 else math.gcd(width, 4)
+    tile = {"SPLIT": split, "BG": power_of_2(split), "BC": max(16, power_of_2(width // split))}
+    return (
+        tile | {"BM": FEW, "BN": max(16, part), "num_warps": 8 if pair or groups > 1 else 4}
+        if tile["BG"] * tile["BC"] * bytes_ <= WIDEST
+        else None
+    )
+
+
 def rows_tile(rows: int, outputs: int, width: int, part: int, bytes_: int, pair: bool, device: torch.device) -> dict[str, int]:
     """Tiles for the matrix units: few rows of small tiles that are deep, so that all processors read at once."""
     height = min(64, max(16, power_of_2(rows)))
@@ -334,16 +396,18 @@ def linear(
         shape |= head | {"PART": part, "KEY_HEADS": scores.key_heads}
     matrices = (*weights, *[None] * (MOST_MATRICES - len(weights)))
     after = (residual, *taps, past, *scorers, sums, out, sum(outputs))
+    size, groups = weights[0].element_size(), 1 if source.norm is None else source.groups
+    before = (x, source.norm, source.swish, source.read, *matrices, *after, source.eps)
+    held = constants | {"GROUPS": groups, "HEADS": 1 if source.read is None else source.read.shape[1]} | shape | {"PAIR": pair}
     if rows == 1:
-        groups = 1 if source.norm is None else source.groups
-        heads = 1 if source.read is None else source.read.shape[1]
         tile = row_tile(sum(outputs), width, groups, pair, part, device)
-        arguments = (x, source.norm, source.swish, source.read, *matrices, *after, source.eps)
-        blocks = sum(cdiv(n, tile["BN"]) for n in outputs)
-        launch(row_kernel, (blocks,), arguments,
-               constants | {"GROUPS": groups, "HEADS": heads} | shape | {"PAIR": pair} | tile | early(device))  # fmt: skip
+        launch(row_kernel, (sum(cdiv(n, tile["BN"]) for n in outputs),), before, held | tile | early(device))
         return out
-    size = weights[0].element_size()
+    if rows <= FEW and (few := few_rows_tile(width, groups, part, size, pair)) is not None:
+        strides = (x.stride(0), 0 if source.swish is None else source.swish.stride(0))
+        grid = (sum(cdiv(n, few["BN"]) for n in outputs),)
+        launch(few_rows_kernel, grid, (*before, *strides, rows), held | few | early(device))
+        return out
     if any(factor is not None for factor in (source.norm, source.swish, source.read)) or x.dtype != weights[0].dtype:
         x = normalized(source, weights[0].dtype)
     tile = rows_tile(rows, sum(outputs), width, part, size, pair, device)
