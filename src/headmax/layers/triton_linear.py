@@ -329,14 +329,13 @@ def row_tile(outputs: int, width: int, groups: int, pair: bool, part: int, devic
 
 
 def few_rows_tile(width: int, groups: int, part: int, bytes_: int, pair: bool) -> dict[str, int] | None:
-    """A tile in which a warp has a part of the channels; None if they are too many to be held. Small programs let the next kernel's start."""
+    """A tile in which a warp has a part of the channels; None if they are too many to be held."""
     split = groups if groups > 1 else math.gcd(width, 4)
     tile = {"SPLIT": split, "BG": power_of_2(split), "BC": max(16, power_of_2(width // split))}
-    return (
-        tile | {"BM": FEW, "BN": max(16, part), "num_warps": 8 if pair or groups > 1 else 4}
-        if tile["BG"] * tile["BC"] * bytes_ <= WIDEST
-        else None
-    )
+    if tile["BG"] * tile["BC"] * bytes_ > WIDEST:
+        return None
+    warps = 8 if pair or groups > 1 else 4  # as few as registers allow, so that the next kernel's programs find room
+    return tile | {"BM": FEW, "BN": max(16, part), "num_warps": warps}
 
 
 def rows_tile(rows: int, outputs: int, width: int, part: int, bytes_: int, pair: bool, device: torch.device) -> dict[str, int]:
