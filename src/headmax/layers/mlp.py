@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headmax.layers.fusion import intact
-from headmax.layers.projection import as_multiplied, joint_product
+from headmax.layers.projection import product_matrices
 from headmax.ops.registry import Lazy, dispatch, register
 
 
@@ -45,5 +45,5 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor, fused: bool = False) -> Tensor:
         if not fused:
             return self.down_proj(swish_gate(self.up_proj(x), self.gate_proj(x)))
-        joint = joint_product(x, [self.gate_proj.weight, self.up_proj.weight])[..., : 2 * self.gate_proj.out_features]
-        return dispatch("swiglu", self.backend, x)(joint, as_multiplied(self.down_proj.weight, joint))
+        joint, down = product_matrices(x, [[self.gate_proj.weight, self.up_proj.weight], [self.down_proj.weight]])
+        return dispatch("swiglu", self.backend, x)(F.linear(x, joint)[..., : 2 * self.gate_proj.out_features], down)

@@ -1,28 +1,95 @@
-"""Several matrices times the same hidden state."""
+"""Weights for fused products: cast and joined in one launch, their gradients taken apart in another."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from headmax.ops.library import define_op
 from headmax.ops.registry import autocast_dtype
 
 ALIGNMENT = 8
 """Rows of a joint matrix come in multiples of this: the matrix units want 16 bytes."""
 
 
-def as_multiplied(matrix: Tensor, x: Tensor) -> Tensor:
-    """A matrix in the dtype of its product with x."""
-    return matrix.to(x.dtype if x.dtype == torch.float64 else autocast_dtype(x.device) or x.dtype)  # autocast leaves float64 alone
+def joint_rows(group: Sequence[Tensor]) -> int:
+    """Rows of the matrices of a group under each other, with the zeros that fill them up."""
+    rows = sum(map(len, group))
+    return rows if len(group) == 1 else -(-rows // ALIGNMENT) * ALIGNMENT
 
 
-def joint_product(x: Tensor, matrices: Sequence[Tensor]) -> Tensor:
-    """x [..., E] times all matrices [n_i, E] in one product [..., Σ n_i, then zeros up to a multiple of ALIGNMENT].
+def grouped(matrices: Sequence[Tensor], sizes: Sequence[int]) -> list[Sequence[Tensor]]:
+    """The first sizes[0] matrices, the next sizes[1], and so on."""
+    starts = [sum(sizes[:n]) for n in range(len(sizes))]
+    return [matrices[start : start + size] for start, size in zip(starts, sizes, strict=True)]
 
-    It reads x once and gives one gradient back, at the price of a copy of the matrices.
+
+def empty_joint(matrices: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+    return [group[0].new_empty(joint_rows(group), *group[0].shape[1:], dtype=dtype) for group in grouped(matrices, sizes)]
+
+
+def cast_and_join(matrices: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+    joint, parts = empty_joint(matrices, sizes, dtype), []
+    for whole, group in zip(joint, grouped(matrices, sizes), strict=True):
+        rows = list(map(len, group))
+        *own, rest = whole.split([*rows, len(whole) - sum(rows)])
+        parts += own
+        if len(rest):
+            rest.zero_()
+    torch._foreach_copy_(parts, list(matrices))
+    return joint
+
+
+def split_and_cast(joint: Sequence[Tensor], rows: Sequence[int], sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+    own: list[Tensor] = []
+    for whole, size in zip(joint, sizes, strict=True):
+        of_group = list(rows[len(own) : len(own) + size])
+        own += whole.split([*of_group, len(whole) - sum(of_group)])[:size]
+    matrices = [part.new_empty(part.shape, dtype=dtype) for part in own]
+    torch._foreach_copy_(matrices, own)
+    return matrices
+
+
+def fake_split(joint: Sequence[Tensor], rows: Sequence[int], sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+    groups = [n for n, size in enumerate(sizes) for _ in range(size)]
+    return [joint[n].new_empty(number, *joint[n].shape[1:], dtype=dtype) for n, number in zip(groups, rows, strict=True)]
+
+
+_cast_and_join = define_op("cast_and_join", cast_and_join, empty_joint)
+_split_and_cast = define_op("split_and_cast", split_and_cast, fake_split)
+
+
+class CastAndJoin(torch.autograd.Function):
+    """Matrices of one dtype in another, those of a group as one. Saves nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, sizes: tuple[int, ...], dtype: torch.dtype, *matrices: Tensor) -> tuple[Tensor, ...]:
+        ctx.sizes, ctx.rows, ctx.dtype = sizes, [len(matrix) for matrix in matrices], matrices[0].dtype
+        return tuple(_cast_and_join(matrices, sizes, dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *d_joint: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = _split_and_cast(d_joint, ctx.rows, ctx.sizes, ctx.dtype)
+        needed = ctx.needs_input_grad[2:]
+        return None, None, *(gradient if need else None for gradient, need in zip(gradients, needed, strict=True))
+
+
+def product_matrices(x: Tensor, groups: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
+    """Matrices [n_i, E] in the dtype of their products with x, those of a group under each other as one [Σ n_i, E], with zeros up to a
+    multiple of ALIGNMENT. A product with several reads x once and gives one gradient back.
     """
-    zero_rows = x.new_zeros(-sum(map(len, matrices)) % ALIGNMENT, x.shape[-1])
-    return F.linear(x, torch.cat([as_multiplied(matrix, x) for matrix in (*matrices, zero_rows)]))
+    dtype = x.dtype if x.dtype == torch.float64 else autocast_dtype(x.device) or x.dtype  # autocast leaves float64 alone
+    stored = {matrix.dtype for group in groups for matrix in group}
+    if len(stored) == 1 and stored != {dtype}:
+        return CastAndJoin.apply(tuple(map(len, groups)), dtype, *(matrix for group in groups for matrix in group))
+    joint = []
+    for group in groups:
+        zeros = group[0].new_zeros(joint_rows(group) - sum(map(len, group)), *group[0].shape[1:], dtype=dtype)
+        cast = [matrix.to(dtype) for matrix in group]
+        joint.append(cast[0] if len(cast) == 1 else torch.cat([*cast, zeros]))
+    return tuple(joint)

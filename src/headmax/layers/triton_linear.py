@@ -404,8 +404,7 @@ def linear(
         return out
     if rows <= FEW and (few := few_rows_tile(width, groups, part, size, pair)) is not None:
         strides = (x.stride(0), 0 if source.swish is None else source.swish.stride(0))
-        grid = (sum(cdiv(n, few["BN"]) for n in outputs),)
-        launch(few_rows_kernel, grid, (*before, *strides, rows), held | few | early(device))
+        launch(few_rows_kernel, (sum(cdiv(n, few["BN"]) for n in outputs),), (*before, *strides, rows), held | few | early(device))
         return out
     if any(factor is not None for factor in (source.norm, source.swish, source.read)) or x.dtype != weights[0].dtype:
         x = normalized(source, weights[0].dtype)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headmax.layers.fusion import intact
@@ -14,7 +15,7 @@ from headmax.layers.initialized import Initialized
 from headmax.layers.mixers.config import RecurrentConfig
 from headmax.layers.norm import OutputNorm, RMSNorm, apply_gates, read_out
 from headmax.layers.padding import Padding
-from headmax.layers.projection import as_multiplied, joint_product
+from headmax.layers.projection import product_matrices
 from headmax.layers.rotary import Rotary, RotarySettings
 from headmax.layers.short_conv import ShortConvolution
 from headmax.ops.packing import Packing
@@ -136,6 +137,17 @@ class Projected(NamedTuple):
     """As in Convolved."""
 
 
+class Weights(NamedTuple):
+    """A mixer's matrices in the dtype of their products, for fused ones."""
+
+    joint: Tensor
+    """Those that share a product, under each other, zeros below them,"""
+    sizes: list[int]
+    """and the rows of each: the last are the gates' scores, if they are products of x."""
+    single: dict[str, Tensor]
+    """The others, by the names of their modules."""
+
+
 class Convolved(NamedTuple):
     """What the short convolutions give."""
 
@@ -169,6 +181,8 @@ class RecurrentMixer(Initialized):
     """How a subclass rotates q and k by their positions."""
     side: tuple[str, ...] = ()
     """Names of further projections that a subclass's recurrence takes."""
+    single: tuple[str, ...] = ("k_proj", "v_proj", "g_proj", "o_proj")
+    """Names of the projections that have a product of their own where fused ones share theirs."""
 
     def __init__(
         self,
@@ -213,7 +227,7 @@ class RecurrentMixer(Initialized):
         """Whether its parts are as they were built, so that fused ops may take their weights."""
         norm = self.output_norm
         return (
-            intact(self.q_proj, self.k_proj, self.o_proj, *(getattr(self, name) for name in self.side))
+            intact(*(getattr(self, name) for name in ("q_proj", *self.side, *self.single) if getattr(self, name) is not None))
             and intact(*(self.convs or ()), kind=ShortConvolution)
             and intact(norm, kind=OutputNorm)
             and (norm.kind == "none" or intact(norm.norm, kind=RMSNorm))
@@ -240,7 +254,8 @@ class RecurrentMixer(Initialized):
         if padding is not None:
             x, packing = padding.remove(x), padding.packing
         keep = return_state or isinstance(state, RecurrentSlots)
-        p = self.project(x, state=state, return_state=keep, positions=positions, packing=packing, fused=fused)
+        weights = self.weights(x) if fused else None
+        p = self.project(x, state=state, return_state=keep, positions=positions, packing=packing, weights=weights)
         op, inputs, options = self.recurrence(p)
         query_gate, norm_gate = (None, p.read) if self.read_after_norm else (p.read, None)
         options = {**options, "read_gate": query_gate, "write_gate": p.write, "backend": self.backend}
@@ -251,8 +266,34 @@ class RecurrentMixer(Initialized):
             initial = None if state is None else state.recurrent
             o, recurrent = op(*inputs, initial_state=initial, return_state=keep, cu_seqlens=packing, **options)
             new_state = None if recurrent is None else RecurrentState(recurrent, p.conv, p.tokens)
-        output = MixerOutput(self.read_out(o, p.swish, norm_gate, fused), new_state, (p.read, p.write))
+        output = MixerOutput(self.read_out(o, p.swish, norm_gate, weights), new_state, (p.read, p.write))
         return output if padding is None else output.restored(padding)
+
+    def joint(self) -> list[str]:
+        """Names of the projections that fused ones compute in one product, together with the gates' scores.
+
+        Only what is small joins: what goes to kernels has to be copied out of a joint product, and gradients into it.
+        """
+        return ["q_proj", *self.side]
+
+    def weights(self, x: Tensor) -> Weights:
+        """For fused products with x."""
+        names, rows = self.joint(), self.score_rows()
+        joint = [getattr(self, name).weight for name in names]
+        if rows is not None:
+            joint.append(rows)
+        single = [name for name in self.single if name not in names and getattr(self, name) is not None]
+        matrix, *others = product_matrices(x, [joint, *([getattr(self, name).weight] for name in single)])
+        return Weights(matrix, [*map(len, joint), *([0] if rows is None else [])], dict(zip(single, others, strict=True)))
+
+    def product(self, name: str, x: Tensor, weights: Weights | None) -> Tensor:
+        """x through a projection, or times its weight where products are fused."""
+        return getattr(self, name)(x) if weights is None else F.linear(x, weights.single[name])
+
+    def joint_product(self, x: Tensor, weights: Weights) -> tuple[list[Tensor], Tensor | None]:
+        """x times the joint matrix: what belongs to each projection, and the gates' scores, if they are among it."""
+        *parts, scores = F.linear(x, weights.joint)[..., : sum(weights.sizes)].split(weights.sizes, dim=-1)
+        return parts, scores if weights.sizes[-1] else None
 
     def project(
         self,
@@ -262,33 +303,25 @@ class RecurrentMixer(Initialized):
         return_state: bool,
         positions: Tensor | Rotary | None,
         packing: Packing | None,
-        fused: bool,
+        weights: Weights | None,
     ) -> Projected:
-        """q, k and v after the short convolution if there is one, the head gates made from them, and all else that is a product of x.
-
-        Fused, q comes out of one product with what is small, the gates' scores among it. Not so k, v and the swish gate: what goes to
-        kernels has to be copied out of such a product, and gradients into it.
-        """
-        modules = [self.q_proj, *(getattr(self, name) for name in self.side)]
-        rows = self.score_rows() if fused else None
-        if fused:
-            matrices = [*(module.weight for module in modules), *([] if rows is None else [rows])]
-            sizes = list(map(len, matrices))
-            parts = list(joint_product(x, matrices)[..., : sum(sizes)].split(sizes, dim=-1))
+        """q, k and v after the short convolution if there is one, the head gates made from them, and all else that is a product of x."""
+        if weights is None:
+            parts, scores = [getattr(self, name)(x) for name in ("q_proj", *self.side)], None
         else:
-            parts = [module(x) for module in modules]
-        scores = None if rows is None else parts.pop()
-        convolved = self.convolve([parts[0], self.k_proj(x), self.v_proj(x)], state, packing, return_state, fused)
+            parts, scores = self.joint_product(x, weights)
+        qkv = [parts[0], self.product("k_proj", x, weights), self.product("v_proj", x, weights)]
+        convolved = self.convolve(qkv, state, packing, return_state, weights is not None)
         q, k, v = convolved.qkv
         q, k = (y.unflatten(-1, (-1, self.head_k_dim)) for y in (q, k))
         read, write = self.gates(q, k, x, convolved.scores if scores is None else scores)
-        swish = self.output_gate(x)
+        swish = self.output_gate(x, weights)
         v = v.unflatten(-1, (-1, self.head_v_dim))
         return Projected(q, k, v, tuple(parts[1:]), swish, read, write, convolved.conv, unit_length=convolved.unit_length)
 
-    def output_gate(self, x: Tensor) -> Tensor | None:
+    def output_gate(self, x: Tensor, weights: Weights | None) -> Tensor | None:
         """The gate of the output before its activation, [B,T,HV*V], if there is one."""
-        return None if self.g_proj is None else self.g_proj(x)
+        return None if self.g_proj is None else self.product("g_proj", x, weights)
 
     def score_rows(self) -> Tensor | None:
         """The gates' scores as a matrix on the hidden state [gates * HV, E], where they are linear in it."""
@@ -320,12 +353,12 @@ class RecurrentMixer(Initialized):
         """The op, and its own inputs from p's q [B,T,H,K], k [B,T,H,K], v [B,T,HV,V] and side projections."""
         raise TypeError(f"{type(self).__name__} does not define a recurrence")
 
-    def read_out(self, o: Tensor, swish: Tensor | None, read: Tensor | None, fused: bool) -> Tensor:
+    def read_out(self, o: Tensor, swish: Tensor | None, read: Tensor | None, weights: Weights | None) -> Tensor:
         """What the heads read, o [B,T,HV,V], normalised, times the swish gate and a read gate that comes after the norm, projected."""
-        if fused and self.output_norm.kind == "head":
+        if weights is not None and self.output_norm.kind == "head":
             norm = self.output_norm.norm
-            return read_out(o, swish, read, norm.weight, as_multiplied(self.o_proj.weight, o), norm.eps, self.backend)
-        return self.o_proj(apply_gates(self.output_norm(o), swish, read))
+            return read_out(o, swish, read, norm.weight, weights.single["o_proj"], norm.eps, self.backend)
+        return self.product("o_proj", apply_gates(self.output_norm(o), swish, read), weights)
 
     def flops(self, length: int) -> float:
         """Of the recurrence, per token of a sequence of that length, forward."""
@@ -351,5 +384,4 @@ class RecurrentMixer(Initialized):
             return f"no kernel knows one token of {type(self).__name__}"
         if self.head_k_dim > WIDEST_KEY:
             return f"keys are at most {WIDEST_KEY} wide, got {self.head_k_dim}"
-        others = (self.v_proj, *(() if self.g_proj is None else (self.g_proj,)))
-        return None if self.fusible() and intact(*others) else f"a part of a {type(self).__name__} block has been replaced"
+        return None if self.fusible() else f"a part of a {type(self).__name__} block has been replaced"

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headmax.layers.mixers.base import Projected, Recurrence, RecurrentMixer
+from headmax.layers.mixers.base import Projected, Recurrence, RecurrentMixer, Weights
 from headmax.layers.mixers.config import ConvSize, RecurrentConfig, Shared, Width
 from headmax.layers.mixers.gated_deltanet import initial_step
 from headmax.layers.norm import apply_gates
@@ -48,6 +48,7 @@ class KimiDeltaAttention(RecurrentMixer):
     """
 
     side = ("decay_down_proj", "b_proj")
+    single = ("k_proj", "v_proj", "gate_down_proj", "gate_up_proj", "o_proj")
     config: KDAConfig
 
     def __init__(self, hidden_size: int, num_heads: int, config: KDAConfig = KDAConfig(), **options: Unpack[Shared]) -> None:
@@ -67,8 +68,8 @@ class KimiDeltaAttention(RecurrentMixer):
         yield self.A_log, torch.empty_like(self.A_log).uniform_(1, 16).log()
         yield self.dt_bias, initial_step(self.dt_bias)
 
-    def output_gate(self, x: Tensor) -> Tensor:
-        return self.gate_up_proj(self.gate_down_proj(x))
+    def output_gate(self, x: Tensor, weights: Weights | None) -> Tensor:
+        return self.product("gate_up_proj", self.product("gate_down_proj", x, weights), weights)
 
     def recurrence(self, p: Projected) -> Recurrence:
         dtype = compute_dtype(p.q.dtype)
@@ -76,7 +77,7 @@ class KimiDeltaAttention(RecurrentMixer):
         log_decay, beta = -self.A_log.to(dtype).exp()[:, None] * step, p.side[1].to(dtype).sigmoid()
         return Recurrence(kda, (p.q, p.k, p.v, log_decay, beta), {"normalize_qk": True})
 
-    def read_out(self, o: Tensor, swish: Tensor | None, read: Tensor | None, fused: bool) -> Tensor:
+    def read_out(self, o: Tensor, swish: Tensor | None, read: Tensor | None, weights: Weights | None) -> Tensor:
         """As for every mixer, but for the sigmoid."""
         assert swish is not None
-        return self.o_proj(apply_gates(self.output_norm(o), None, read) * swish.sigmoid())
+        return self.product("o_proj", apply_gates(self.output_norm(o), None, read) * swish.sigmoid(), weights)

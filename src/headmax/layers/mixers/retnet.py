@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any, Unpack
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from headmax.fields import Positive
 from headmax.layers.feature_map import FEATURE_MAPS
-from headmax.layers.mixers.base import Projected, Recurrence, RecurrentMixer, RecurrentSlots, RecurrentState, StepTerms
+from headmax.layers.mixers.base import Projected, Recurrence, RecurrentMixer, RecurrentSlots, RecurrentState, StepTerms, Weights
 from headmax.layers.mixers.config import FeatureMapConfig, Shared
-from headmax.layers.projection import joint_product
 from headmax.layers.rotary import Rotary, RotarySettings, rotate, turned
 from headmax.ops import linear_attention
 from headmax.ops.checks import compute_dtype
@@ -62,21 +62,23 @@ class RetNet(RecurrentMixer):
         self.rotary = RotarySettings(self.head_k_dim, config.rotary_base)
         self.rotates_products = config.feature_map == "identity" and not config.conv_size
 
-    def project(self, x: Tensor, *, positions: Tensor | Rotary | None, fused: bool, **options: Any) -> Projected:
+    def project(self, x: Tensor, *, positions: Tensor | Rotary | None, weights: Weights | None, **options: Any) -> Projected:
         """With q and k after feature map and rotation; fused, a kernel rotates them on their way out of one product with the scores."""
         tokens = None
         if positions is None:
             positions, tokens = count_tokens(x, options["state"], options["packing"])
         rotary = positions if isinstance(positions, Rotary) else self.rotary.at(positions, x.dtype)
-        if not (fused and self.rotates_products):
-            p = super().project(x, positions=rotary, fused=fused, **options)
+        if weights is None or not self.rotates_products:
+            p = super().project(x, positions=rotary, weights=weights, **options)
             return p._replace(q=rotate(self.feature_map(p.q), rotary), k=rotate(self.feature_map(p.k), rotary), tokens=tokens)
-        rows = self.score_rows()
-        product = joint_product(x, [self.q_proj.weight, self.k_proj.weight, *([] if rows is None else [rows])])
-        q, k, rest = turned(product, rotary, self.num_heads, self.head_k_dim, self.backend)
-        read, write = self.gates(q, k, x, None if rows is None else rest[..., : len(rows)])
-        v = self.v_proj(x).unflatten(-1, (-1, self.head_v_dim))
-        return Projected(q, k, v, (), self.output_gate(x), read, write, (), tokens)
+        q, k, rest = turned(F.linear(x, weights.joint), rotary, self.num_heads, self.head_k_dim, self.backend)
+        read, write = self.gates(q, k, x, rest[..., : weights.sizes[-1]] if weights.sizes[-1] else None)
+        v = self.product("v_proj", x, weights).unflatten(-1, (-1, self.head_v_dim))
+        return Projected(q, k, v, (), self.output_gate(x, weights), read, write, (), tokens)
+
+    def joint(self) -> list[str]:
+        """Keys too where they are rotated on their way out of the product."""
+        return ["q_proj", "k_proj"] if self.rotates_products else super().joint()
 
     def recurrence(self, p: Projected) -> Recurrence:
         return Recurrence(linear_attention, (p.q, p.k, p.v, self.log_decay(p.q.device, compute_dtype(p.q.dtype))))
