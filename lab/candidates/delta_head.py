@@ -516,7 +516,7 @@ class GatedDeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scale: float, normalize: bool, layout: Layout, *tensors: Any) -> tuple[Tensor, Tensor]:
         *given, initial = tensors
-        x = Inputs(*given, scale, normalize, layout)
+        x = Inputs._make([*given, scale, normalize, layout])
         made, runs = prepare(x), layout.sequences
         # segments would have to be chosen by this scan's own tiles; until then, by those of the scan that is
         _, segments = spread("delta_scan", x.k, x.v, layout, NARROWEST)
@@ -533,9 +533,10 @@ class GatedDeltaRule(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_o: Tensor, d_final: Tensor) -> tuple[Any, ...]:
         *given, initial, inverse, cut = ctx.saved_tensors
-        x, segments, d_o, d_final = Inputs(*given, *ctx.x), ctx.segments, d_o.contiguous(), d_final.contiguous()
+        x, segments, d_o, d_final = Inputs._make([*given, *ctx.x]), ctx.segments, d_o.contiguous(), d_final.contiguous()
         made, value, runs = prepare(x, inverse), x.v.shape[3], x.layout.sequences
         states, u, _ = scan(x, made, "store", initial, cut, segments)
+        assert states is not None
         if segments > 1:
             turned = torch.empty_like(cut)  # gradients take the states' place, and are turned by the transposed matrices
             turned[..., value:] = cut[..., value:].mT
@@ -555,4 +556,4 @@ def gated_delta_rule(
     table, starts = (None, None) if packing is None else packing.chunks(CHUNK)
     layout = Layout(q.shape[0], q.shape[1], table, starts)
     tensors = contiguous(q, k, v, log_decay, beta, read_gate, write_gate, initial)
-    return GatedDeltaRule.apply(scale, normalize, layout, *tensors)  # type: ignore[no-any-return]
+    return GatedDeltaRule.apply(scale, normalize, layout, *tensors)
