@@ -152,8 +152,9 @@ def calls(dtype: torch.dtype, shared: int) -> Iterator[tuple[str, Callable[[], o
     yield "head_gate", lambda: head_gate(x.requires_grad_(), weight.requires_grad_(), backend="triton").sum().backward()
     row = torch.ones(1, 70, 128, dtype=dtype, requires_grad=True)
     yield "split_gates", lambda: torch.stack(split_gates(row[..., :8], 2, backend="triton")).sum().backward()
-    yield "short_conv", lambda: short_conv(row, taps.requires_grad_(), None).sum().backward()
-    yield "packed short_conv", lambda: short_conv(row, taps, torch.arange(70)).sum().backward()
+    bias = torch.ones(128, requires_grad=True)
+    yield "short_conv", lambda: short_conv(row, taps.requires_grad_(), None, None).sum().backward()
+    yield "packed short_conv with a bias", lambda: short_conv(row, taps, bias, torch.arange(70)).sum().backward()
     for scorer in (None, weight[:, :64], weight[:2, :64]):
         yield "unit_conv", functools.partial(trained, unit_conv, row, taps, None, scorer, 2)
     yield "packed unit_conv", functools.partial(trained, unit_conv, row, taps, torch.arange(70), None, 2)

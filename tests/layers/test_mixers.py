@@ -310,12 +310,13 @@ def test_feature_maps(name: str) -> None:
     torch.testing.assert_close(phi, torch.tensor(expected[name]), atol=1e-5, rtol=0)
 
 
-def test_short_convolution_is_a_causal_convolution() -> None:
-    conv = ShortConvolution(6, 4).double()
+@pytest.mark.parametrize("bias", [False, True])
+def test_short_convolution_is_a_causal_convolution(bias: bool) -> None:
+    conv = ShortConvolution(6, 4, bias).double()
     x = torch.randn(2, 9, 6, dtype=torch.float64)
     y, state = conv(x, return_state=True)
     padded = nn.functional.pad(x.transpose(1, 2), (3, 0))
-    expected = nn.functional.silu(nn.functional.conv1d(padded, conv.weight[:, None], groups=6)).transpose(1, 2)
+    expected = nn.functional.silu(nn.functional.conv1d(padded, conv.weight[:, None], conv.bias, groups=6)).transpose(1, 2)
     assert close(y, expected)
     assert torch.equal(state, x[:, -3:])
     assert state.untyped_storage().nbytes() < x.nbytes, "a state must not keep all inputs alive"
@@ -385,21 +386,25 @@ def test_gradients_reach_every_parameter(name: str) -> None:
 @pytest.mark.parametrize(
     ("time", "channels", "width", "bounds"), [(130, 70, 4, None), (5, 3, 2, None), (3, 8, 4, None), (151, 16, 4, [0, 1, 18, 82, 151])]
 )
-def test_the_kernel_of_the_short_convolution(time: int, channels: int, width: int, bounds: list[int] | None, device: str) -> None:
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_kernel_of_the_short_convolution(
+    time: int, channels: int, width: int, bounds: list[int] | None, bias: bool, device: str
+) -> None:
     pytest.importorskip("triton")
     if device == "cpu" and torch.cuda.is_available():
         pytest.skip("the interpreter runs where there is no GPU")
     from headmax.layers.triton_conv import short_conv
 
-    conv = ShortConvolution(channels, width).double()
+    conv = ShortConvolution(channels, width, bias).double()
     x = torch.randn(2 if bounds is None else 1, time, channels, dtype=torch.float64, requires_grad=True)
     packing = None if bounds is None else Packing(bounds)
     expected, _ = conv(x, None, packing)
     direction = torch.randn_like(expected)
-    wanted = torch.autograd.grad(expected, (x, conv.weight), direction)
-    narrow, weight = (y.detach().to(device, torch.float32).requires_grad_() for y in (x, conv.weight))
-    actual = short_conv(narrow, weight, None if packing is None else packing.positions.to(device))
-    gradients = torch.autograd.grad(actual, (narrow, weight), direction.to(device, torch.float32))
+    given = [x, *conv.parameters()]
+    wanted = torch.autograd.grad(expected, given, direction)
+    leaves = [y.detach().to(device, torch.float32).requires_grad_() for y in given]
+    actual = short_conv(*(leaves if bias else [*leaves, None]), None if packing is None else packing.positions.to(device))
+    gradients = torch.autograd.grad(actual, leaves, direction.to(device, torch.float32))
     for a, e in zip((actual, *gradients), (expected, *wanted), strict=True):
         assert distance(a, e) <= 1e-6
 
@@ -561,11 +566,11 @@ def test_the_operator_of_the_short_convolution_is_registered_properly() -> None:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     x, weight, scorer = (torch.randn(shape, device=device) for shape in ((1, 5, 6), (6, 3), (2, 3)))
-    for given in ((None, 0), (None, 2), (scorer, 2)):
-        torch.library.opcheck(_forward, (x, weight, None, *given, 1e-6))
+    for bias, *given in ((None, None, 0), (weight[:, 0].contiguous(), None, 0), (None, None, 2), (None, scorer, 2)):
+        torch.library.opcheck(_forward, (x, weight, bias, None, *given, 1e-6))
     single = torch.randn(1, 3, 6, device=device).transpose(0, 1)  # one token each, whose strides say little
     torch.testing.assert_close(
-        short_conv(single, weight, None), short_conv(single.clone(memory_format=torch.contiguous_format), weight, None)
+        short_conv(single, weight, None, None), short_conv(single.clone(memory_format=torch.contiguous_format), weight, None, None)
     )
 
 

@@ -23,7 +23,7 @@ class Fusion(NamedTuple):
 def intact(*modules: nn.Module | None, kind: type[nn.Module] = nn.Linear) -> bool:
     """Whether modules are as they were built, so that their weights may be read without calling them.
 
-    An adapter in a module's place (LoRA), a quantised weight, a bias, or a hook must be called.
+    An adapter in a module's place (LoRA), a quantised weight, a bias of a linear layer, or a hook must be called.
     """
     for module in modules:
         if type(module) is not kind:
@@ -31,7 +31,7 @@ def intact(*modules: nn.Module | None, kind: type[nn.Module] = nn.Linear) -> boo
         if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
             return False
         for name, parameter in module._parameters.items():
-            if name == "bias" and parameter is not None:
+            if kind is nn.Linear and name == "bias" and parameter is not None:
                 return False
             if name == "weight" and type(parameter) is not nn.Parameter and not isinstance(parameter, DTensor):
                 return False
