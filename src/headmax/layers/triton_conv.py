@@ -128,8 +128,8 @@ def with_term(sums, x, N: tl.constexpr):
 @triton.jit
 def short_conv_kernel(
     x, weight, bias, before, scorer, y, scores, stride, T, D, eps,
-    W: tl.constexpr, BIAS: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, AHEAD: tl.constexpr, PACKED: tl.constexpr,
-    UNIT: tl.constexpr, GATES: tl.constexpr,
+    W: tl.constexpr, BIAS: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, AHEAD: tl.constexpr,
+    PACKED: tl.constexpr, UNIT: tl.constexpr, GATES: tl.constexpr,
 ):  # fmt: skip
     """y_t = silu(bias + Σ_i weight_i x_{t-W+1+i}), with BIAS 1 if there is one and else 0; if UNIT of unit length, the block being a head,
     which GATES rows of `scorer` score first."""
@@ -154,8 +154,8 @@ def short_conv_kernel(
 @triton.jit
 def short_conv_gradients_kernel(
     x, weight, bias, before, scorer, d_y, d_scores, d_x, d_weight, d_bias, d_scorer, stride, T, D, eps,
-    W: tl.constexpr, BIAS: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, AHEAD: tl.constexpr, PACKED: tl.constexpr,
-    UNIT: tl.constexpr, GATES: tl.constexpr,
+    W: tl.constexpr, BIAS: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, AHEAD: tl.constexpr,
+    PACKED: tl.constexpr, UNIT: tl.constexpr, GATES: tl.constexpr,
 ):  # fmt: skip
     """d_x_t = Σ_i weight_i inner_{t+W-1-i}, with inner the gradient of what goes into the silu; and shares of the weights' gradients,
     d_weight_i = Σ_t inner_t x_{t-W+1+i}, d_bias = Σ_t inner_t and d_scorer = Σ_t d_score_t silu_t.

@@ -104,7 +104,7 @@ class MixerOutput(NamedTuple):
 
 
 class Recurrence(NamedTuple):
-    """What a mixer runs: an op, its inputs by position, and its own options; gates, state and packing come from the mixer."""
+    """What a mixer runs: an op, its inputs by position, and its own options, before which gates, backend, state and packing are added."""
 
     op: Op
     inputs: tuple[Tensor, ...]
@@ -181,17 +181,19 @@ class RecurrentMixer(Initialized):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        self.config, self.num_heads, self.num_v_heads = config, num_heads, config.value_heads(num_heads)
-        self.head_k_dim = head_width("head_k_dim", config.head_k_dim, int(config.expand_k * hidden_size), num_heads)
+        self.config, self.num_heads, self.num_v_heads = config, config.key_heads(num_heads), config.value_heads(num_heads)
+        self.head_k_dim = head_width("head_k_dim", config.head_k_dim, int(config.expand_k * hidden_size), self.num_heads)
         self.head_v_dim = head_width("head_v_dim", config.head_v_dim, int(config.expand_v * hidden_size), self.num_v_heads)
         self.conv_size, self.backend = config.conv_size, backend
-        key, value = num_heads * self.head_k_dim, self.num_v_heads * self.head_v_dim
+        key, value = self.num_heads * self.head_k_dim, self.num_v_heads * self.head_v_dim
         self.q_proj = nn.Linear(hidden_size, key, bias=False)
         self.k_proj = nn.Linear(hidden_size, key, bias=False)
         self.v_proj = nn.Linear(hidden_size, value, bias=False)
         self.g_proj = nn.Linear(hidden_size, value, bias=False) if config.output_gate else None
         self.o_proj = nn.Linear(value, hidden_size, bias=False)
-        self.convs = nn.ModuleList(ShortConvolution(width, config.conv_size) for width in (key, key, value)) if config.conv_size else None
+        self.convs: nn.ModuleList | None = None
+        if config.conv_size:
+            self.convs = nn.ModuleList(ShortConvolution(width, config.conv_size, config.conv_bias) for width in (key, key, value))
         self.output_norm = OutputNorm(config.output_norm, self.num_v_heads, self.head_v_dim, norm_eps, backend)
         self.head_gate: HeadGate | None = None
         self.read_after_norm = False
@@ -243,7 +245,7 @@ class RecurrentMixer(Initialized):
         p = self.project(x, state=state, return_state=keep, positions=positions, packing=packing, fused=fused)
         op, inputs, options = self.recurrence(p)
         query_gate, norm_gate = (None, p.read) if self.read_after_norm else (p.read, None)
-        options = {**options, "read_gate": query_gate, "write_gate": p.write, "backend": self.backend}
+        options = {"read_gate": query_gate, "write_gate": p.write, "backend": self.backend, **options}
         new_state: RecurrentState | RecurrentSlots | None
         if isinstance(state, RecurrentSlots):
             o, new_state = step(op, *inputs, state=state.recurrent, **options), state.moved_on(p.conv)
@@ -251,7 +253,7 @@ class RecurrentMixer(Initialized):
             initial = None if state is None else state.recurrent
             o, recurrent = op(*inputs, initial_state=initial, return_state=keep, cu_seqlens=packing, **options)
             new_state = None if recurrent is None else RecurrentState(recurrent, p.conv, p.tokens)
-        output = MixerOutput(self.read_out(o, p.swish, norm_gate, fused), new_state, (p.read, p.write))
+        output = MixerOutput(self.read_out(o, p, norm_gate, fused), new_state, (p.read, p.write))
         return output if padding is None else output.restored(padding)
 
     def project(
@@ -320,12 +322,12 @@ class RecurrentMixer(Initialized):
         """The op, and its own inputs from p's q [B,T,H,K], k [B,T,H,K], v [B,T,HV,V] and side projections."""
         raise TypeError(f"{type(self).__name__} does not define a recurrence")
 
-    def read_out(self, o: Tensor, swish: Tensor | None, read: Tensor | None, fused: bool) -> Tensor:
+    def read_out(self, o: Tensor, p: Projected, read: Tensor | None, fused: bool) -> Tensor:
         """What the heads read, o [B,T,HV,V], normalised, times the swish gate and a read gate that comes after the norm, projected."""
         if fused and self.output_norm.kind == "head":
             norm = self.output_norm.norm
-            return read_out(o, swish, read, norm.weight, as_multiplied(self.o_proj.weight, o), norm.eps, self.backend)
-        return self.o_proj(apply_gates(self.output_norm(o), swish, read))
+            return read_out(o, p.swish, read, norm.weight, as_multiplied(self.o_proj.weight, o), norm.eps, self.backend)
+        return self.o_proj(apply_gates(self.output_norm(o), p.swish, read))
 
     def flops(self, length: int) -> float:
         """Of the recurrence, per token of a sequence of that length, forward."""

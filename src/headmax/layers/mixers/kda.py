@@ -27,7 +27,7 @@ class KDAConfig(RecurrentConfig):
     spec = SPEC
     lora_targets = ("q_proj", "k_proj", "v_proj", "o_proj", "decay_down_proj", "decay_up_proj", "b_proj", "gate_down_proj", "gate_up_proj")
     output_gate = False
-    recipe_head_dim = 128
+    hidden_per_head = 128
 
     conv_size: ConvSize = 4
     """Width of the short convolution on q, k and v; 0 for none."""
@@ -76,7 +76,7 @@ class KimiDeltaAttention(RecurrentMixer):
         log_decay, beta = -self.A_log.to(dtype).exp()[:, None] * step, p.side[1].to(dtype).sigmoid()
         return Recurrence(kda, (p.q, p.k, p.v, log_decay, beta), {"normalize_qk": True})
 
-    def read_out(self, o: Tensor, swish: Tensor | None, read: Tensor | None, fused: bool) -> Tensor:
+    def read_out(self, o: Tensor, p: Projected, read: Tensor | None, fused: bool) -> Tensor:
         """As for every mixer, but for the sigmoid."""
-        assert swish is not None
-        return self.o_proj(apply_gates(self.output_norm(o), None, read) * swish.sigmoid())
+        assert p.swish is not None
+        return self.o_proj(apply_gates(self.output_norm(o), None, read) * p.swish.sigmoid())
