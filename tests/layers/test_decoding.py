@@ -21,7 +21,7 @@ DEVICE = "cuda" if GPU else "cpu"
 here = pytest.mark.gpu if GPU else lambda test: test  # interpreted where there is no GPU
 LENGTH, HIDDEN = 8, 24
 GATE = HeadGateConfig(init_std=1.0)
-RECURRENT = ("linear", "retnet", "gla", "gated_deltanet")
+RECURRENT = ("linear", "retnet", "gla", "gated_deltanet", "kda", "mamba2")
 
 
 def make(mixer: str, dtype: torch.dtype = torch.float32, **options: Any) -> Block:

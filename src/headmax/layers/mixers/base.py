@@ -78,8 +78,9 @@ class RecurrentSlots(NamedTuple):
 class StepTerms(NamedTuple):
     """What a fused decoding step must know of a mixer, besides what all mixers share."""
 
-    decay: Literal["none", "retnet", "channel", "delta"]
-    """Of the state: none, RetNet's per head, GLA's per channel, or the delta rule with its own."""
+    decay: Literal["none", "retnet", "channel", "delta", "channel delta", "step"]
+    """Of the state: none, RetNet's per head, GLA's per channel, the delta rule with one per head or per channel, or Mamba-2's, whose step
+    is also a write gate."""
     feature: str
     """What becomes of q and k: the name of a feature map, or "unit_length"."""
     projections: tuple[nn.Linear, ...] = ()
@@ -87,6 +88,16 @@ class StepTerms(NamedTuple):
     decay_weight: Tensor | None = None
     decay_bias: Tensor | None = None
     normalizer: float = 1.0
+    decay_up: nn.Linear | None = None
+    """Raises the first projection to every key channel: GLA's in the step's kernel, KDA's as a product of its own."""
+    gate: tuple[nn.Linear, nn.Linear] | None = None
+    """Two narrow matrices whose product's sigmoid is a gate after the norm."""
+    skip: Tensor | None = None
+    """[heads] how much of its value a head reads directly."""
+    swish_first: bool = False
+    """Whether the swish gate comes before the norm."""
+    scale: float | None = None
+    """Of queries: 1 / sqrt(key) unless given."""
 
 
 class MixerOutput(NamedTuple):
@@ -216,7 +227,7 @@ class RecurrentMixer(Initialized):
         norm = self.output_norm
         return (
             intact(self.q_proj, self.k_proj, self.o_proj, *(getattr(self, name) for name in self.side))
-            and intact(*(self.convs or ()), kind=ShortConvolution)
+            and intact(*(self.convs or ()), kind=ShortConvolution, bias=True)
             and intact(norm, kind=OutputNorm)
             and (norm.kind == "none" or intact(norm.norm, kind=RMSNorm))
         )
@@ -349,9 +360,12 @@ class RecurrentMixer(Initialized):
 
     def step_obstacle(self) -> str | None:
         """Why one token cannot run in the kernels of triton_block.py, or None."""
-        if self.step_terms() is None:
+        terms = self.step_terms()
+        if terms is None:
             return f"no kernel knows one token of {type(self).__name__}"
         if self.head_k_dim > WIDEST_KEY:
             return f"keys are at most {WIDEST_KEY} wide, got {self.head_k_dim}"
-        others = (self.v_proj, *(() if self.g_proj is None else (self.g_proj,)))
-        return None if self.fusible() and intact(*others) else f"a part of a {type(self).__name__} block has been replaced"
+        others = [module for module in (self.v_proj, self.g_proj, *(terms.gate or ())) if module is not None]
+        ups = [] if terms.decay_up is None else [terms.decay_up]
+        whole = self.fusible() and intact(*others) and intact(*ups, bias=terms.decay == "channel")
+        return None if whole else f"a part of a {type(self).__name__} block has been replaced"

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headmax.layers.mixers.base import Projected, Recurrence, RecurrentMixer
+from headmax.layers.mixers.base import Projected, Recurrence, RecurrentMixer, StepTerms
 from headmax.layers.mixers.config import ConvSize, RecurrentConfig, Shared, Width
 from headmax.layers.mixers.gated_deltanet import initial_step
 from headmax.layers.norm import apply_gates
@@ -80,3 +80,8 @@ class KimiDeltaAttention(RecurrentMixer):
         """As for every mixer, but for the sigmoid."""
         assert p.swish is not None
         return self.o_proj(apply_gates(self.output_norm(o), None, read) * p.swish.sigmoid())
+
+    def step_terms(self) -> StepTerms:
+        gate = self.gate_down_proj, self.gate_up_proj
+        projections = self.decay_down_proj, self.b_proj
+        return StepTerms("channel delta", "unit_length", projections, self.A_log, self.dt_bias, decay_up=self.decay_up_proj, gate=gate)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headmax.layers.head_gate import HeadGateConfig
-from headmax.layers.mixers.base import Projected, Recurrence, RecurrentMixer
+from headmax.layers.mixers.base import Projected, Recurrence, RecurrentMixer, StepTerms
 from headmax.layers.mixers.config import ConvSize, RecurrentConfig, Shared, Width
 from headmax.layers.mixers.gated_deltanet import initial_step
 from headmax.layers.mlp import swish_gate
@@ -87,3 +87,6 @@ class Mamba2(RecurrentMixer):
         o = torch.addcmul(o, p.v, self.D.to(o.dtype)[:, None])
         o = swish_gate(o.flatten(2), p.swish).view_as(o)
         return self.o_proj(apply_gates(self.output_norm(o), None, read))
+
+    def step_terms(self) -> StepTerms:
+        return StepTerms("step", "identity", (self.dt_proj,), self.A_log, self.dt_bias, skip=self.D, swish_first=True, scale=1.0)
