@@ -3,7 +3,6 @@ KDA takes two more, for what it makes of narrow matrices."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +75,7 @@ def recurrent_step(mixer: RecurrentMixer, norm: RMSNorm, x: Tensor, state: Recur
     of_token = {name: projected[:, start : start + len(parts[name])] for name, start in starts.items()}
     constants = {name: starts.get(name, 0) for name in ("Q", "KEYS", "VALUES", "BETAS", "READS", "WRITES")}
     constants |= step_constants(mixer, terms) | {"SWISH": starts["SWISH"] if terms.swish_first else -1}
-    decay = Decay(decay_input(terms, of_token), terms.decay_weight, terms.decay_bias)
+    decay = decay_terms(terms, of_token.get("DECAYS"))
     numbers = ((1.0, 1.0) if gate is None else (gate.temperature, gate.scale)) + (terms.normalizer, mixer.head_k_dim**-0.5)
     if terms.scale is not None:
         numbers = (*numbers[:3], terms.scale)
@@ -88,12 +87,14 @@ def recurrent_step(mixer: RecurrentMixer, norm: RMSNorm, x: Tensor, state: Recur
     return linear(LinearInput(o, swish=swish, read=read, **norm_of(mixer)), [mixer.o_proj.weight], residual=x)
 
 
-def decay_input(terms: StepTerms, of_token: Mapping[str, Tensor]) -> Tensor | None:
-    """What the step's kernel makes decays from: the token's projection, or for KDA its product with another matrix."""
-    low = of_token.get("DECAYS")
-    if terms.decay != "channel delta" or terms.decay_up is None or low is None:
-        return low
-    return linear(LinearInput(low), [terms.decay_up.weight], dtype=torch.float32)
+def decay_terms(terms: StepTerms, low: Tensor | None) -> Decay:
+    """What the step's kernel makes decays from: the token's projection, which GLA's part of it and KDA's product before it raise."""
+    up = terms.decay_up
+    if up is None or low is None:
+        return Decay(low, terms.decay_weight, terms.decay_bias)
+    if terms.decay == "channel":
+        return Decay(low, up.weight, up.bias)
+    return Decay(linear(LinearInput(low), [up.weight], dtype=torch.float32), terms.decay_weight, terms.decay_bias)
 
 
 def step_constants(mixer: RecurrentMixer, terms: StepTerms) -> dict[str, Any]:
