@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -20,7 +20,9 @@ from triton.runtime.jit import JITFunction
 from headmax import HeadmaxForCausalLM, recipes
 from headmax.bench.kernels import SPECS
 from headmax.bench.tune import WIDTHS
+from headmax.layers import triton_linear, triton_mixer
 from headmax.layers.block import Block
+from headmax.layers.log_decay import log_sigmoid
 from headmax.layers.norm import WIDEST
 from headmax.layers.triton_block import block_step
 from headmax.layers.triton_conv import short_conv, unit_conv
@@ -34,12 +36,17 @@ from headmax.ops.gated_delta_rule import WIDE_DELTA
 from headmax.ops.head_gate import split_gates
 from headmax.ops.packing import LONG_CHUNK
 from headmax.ops.spec import Case
+from headmax.ops.step import Op, step
 from headmax.ops.triton_common import MIN_SEGMENT
 
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """KiB of shared memory a block may have, by compute capability."""
 FEW = {"narrow": 9, "wide": 20}
 """Between one and a half and three times as many processors as one head has blocks of states, which then are halved where they may be."""
+
+
+LARGEST = {"linear_attention": "wide", "gla": "narrow", "gated_delta_rule": "narrow", "kda": "narrow"}
+"""The heads for which an op's kernels take the most shared memory on Hopper."""
 
 
 class Absent:
@@ -117,6 +124,8 @@ def compile_only(capability: int) -> dict[str, Compiled]:
     entry = max(size for size in map(int, triton_tiles.TABLE) if size <= SHARED[capability])
     triton_tiles.entry_for = lambda _: str(entry)  # type: ignore[assignment]
     triton_scan.processors = many_processors  # type: ignore[assignment]
+    if capability >= 90:
+        triton_linear.early = triton_mixer.early = lambda _: {"EARLY": True, "launch_pdl": True}  # type: ignore[assignment]
     return found
 
 
@@ -132,8 +141,24 @@ def on_few(processors: int, call: Callable[[], object]) -> None:
     triton_scan.processors = many_processors  # type: ignore[assignment]
 
 
-def calls(dtype: torch.dtype, shared: int) -> Iterator[tuple[str, Callable[[], object]]]:
+class Call(NamedTuple):
+    """A call that launches kernels."""
+
+    name: str
+    run: Callable[[], object]
+    once: bool = False
+    """Whether it is among the few that together launch every kernel."""
+
+
+def calls(dtype: torch.dtype, shared: int) -> Iterator[Call]:
     """Every kernel of the package, called once or more, forward and backward."""
+    yield from op_calls(dtype, shared)
+    yield from gate_calls(dtype)
+    yield from layer_calls(dtype)
+    yield from decoding_calls(dtype)
+
+
+def op_calls(dtype: torch.dtype, shared: int) -> Iterator[Call]:
     for op, spec in SPECS.items():
         for width, (key, value) in WIDTHS.items():
             if op in ("gated_delta_rule", "kda") and dtype == torch.float32 and width == "wide" and shared < WIDE_DELTA:
@@ -143,47 +168,70 @@ def calls(dtype: torch.dtype, shared: int) -> Iterator[tuple[str, Callable[[], o
             for time, decay in product(times, ("soft", "head", "none") if op == "linear_attention" else ("soft",)):
                 case = Case(time=time, heads=1, key=key, value=value, decay=decay, gates="both", initial_state=True)
                 call = functools.partial(spec.evaluate, spec.inputs(case, dtype), function)
-                yield f"{op} {width}", call
+                yield Call(f"{op} {width}", call, once=LARGEST[op] == width and time == times[-1] and decay == "soft")
                 if time == times[0]:
-                    yield f"{op} {width}, few processors", functools.partial(on_few, FEW[width], call)
+                    yield Call(f"{op} {width}, few processors", functools.partial(on_few, FEW[width], call))
         packed = Case(time=70, heads=1, key=128, value=256, lengths=(30, 40))
-        yield f"{op} packed, no gates", functools.partial(spec.evaluate, spec.inputs(packed, dtype), function)
+        yield Call(f"{op} packed, no gates", functools.partial(spec.evaluate, spec.inputs(packed, dtype), function))
+        inputs = spec.inputs(Case(time=2, heads=1, key=128, value=256, gates="both", initial_state=True), dtype)
+        yield Call(f"step of {op}", functools.partial(stepped, spec.function, inputs), once=op == "kda")
+
+
+def gate_calls(dtype: torch.dtype) -> Iterator[Call]:
+    """Head gates, and the convolutions that may score for them."""
     x, weight, taps = torch.ones(1, 70, 4, 128, dtype=dtype), torch.ones(4, 128), torch.ones(128, 4)
-    yield "head_gate", lambda: head_gate(x.requires_grad_(), weight.requires_grad_(), backend="triton").sum().backward()
+    yield Call("head_gate", lambda: head_gate(x.requires_grad_(), weight.requires_grad_(), backend="triton").sum().backward(), once=True)
     row = torch.ones(1, 70, 128, dtype=dtype, requires_grad=True)
-    yield "split_gates", lambda: torch.stack(split_gates(row[..., :8], 2, backend="triton")).sum().backward()
-    yield "short_conv", lambda: short_conv(row, taps.requires_grad_(), None).sum().backward()
-    yield "packed short_conv", lambda: short_conv(row, taps, torch.arange(70)).sum().backward()
+    yield Call("split_gates", lambda: torch.stack(split_gates(row[..., :8], 2, backend="triton")).sum().backward(), once=True)
+    yield Call("short_conv", functools.partial(trained, short_conv, row, taps.requires_grad_(), None, None))
+    bias = torch.ones(128, requires_grad=True)
+    yield Call("packed short_conv with a bias", functools.partial(trained, short_conv, row, taps, bias, torch.arange(70)), once=True)
     for scorer in (None, weight[:, :64], weight[:2, :64]):
-        yield "unit_conv", functools.partial(trained, unit_conv, row, taps, None, scorer, 2)
-    yield "packed unit_conv", functools.partial(trained, unit_conv, row, taps, torch.arange(70), None, 2)
+        yield Call("unit_conv", functools.partial(trained, unit_conv, row, taps, None, scorer, 2))
+    yield Call("packed unit_conv", functools.partial(trained, unit_conv, row, taps, torch.arange(70), None, 2))
+
+
+def layer_calls(dtype: torch.dtype) -> Iterator[Call]:
+    """Norms, the gated read-out, decays, SwiGLU, rotation and loss."""
     for size in (96, 1024, WIDEST):
         wide = torch.ones(70, 1, size, dtype=dtype, requires_grad=True)
         for delta in (wide, None):
-            yield f"rms_norm {size}", functools.partial(trained, rms_norm, wide, delta, torch.ones(size), 1e-6)
+            yield Call(f"rms_norm {size}", functools.partial(trained, rms_norm, wide, delta, torch.ones(size), 1e-6))
     o, gates = torch.ones(1, 70, 4, 256, dtype=dtype, requires_grad=True), torch.ones(1, 70, 4)
     swish, out = torch.ones(1, 70, 1024, dtype=dtype), torch.ones(8, 1024, dtype=dtype)
     for given in ((None, None), (swish, gates)):
-        yield "read_out", functools.partial(trained, read_out, o, *given, torch.ones(256), out, 1e-6)
-    yield "swiglu", functools.partial(trained, swiglu, torch.ones(1, 70, 640, dtype=dtype, requires_grad=True), out[:, :320])
+        read = functools.partial(trained, read_out, o, *given, torch.ones(256), out, 1e-6)
+        yield Call("read_out", read, once=given[0] is not None)
+    yield Call("log_sigmoid", functools.partial(trained, log_sigmoid, o, 16.0, "triton"), once=True)
+    joint = torch.ones(1, 70, 640, dtype=dtype, requires_grad=True)
+    yield Call("swiglu", functools.partial(trained, swiglu, joint, out[:, :320]), once=True)
     angles = torch.ones(1, 70, 1, 32)
     for further in (0, 8):
         product_ = torch.ones(1, 70, 256 + further, dtype=dtype, requires_grad=True)
-        yield "turned", functools.partial(trained, turned, product_, angles, angles, 2, 64)
-    yield "loss", lambda: cross_entropy_rows(torch.ones(3, 32_000, dtype=dtype), torch.arange(3))
+        yield Call("turned", functools.partial(trained, turned, product_, angles, angles, 2, 64), once=further > 0)
+    yield Call("loss", lambda: cross_entropy_rows(torch.ones(3, 32_000, dtype=dtype), torch.arange(3)), once=True)
 
-    for name in ("softmax-retnet-340m", "softmax-gla-340m", "softmax-gdn-340m"):
-        config = recipes.get(name).model
+
+def decoding_calls(dtype: torch.dtype) -> Iterator[Call]:
+    for mixer in ("retnet", "gla", "gdn", "kda", "mamba2"):
+        config = recipes.get(f"softmax-{mixer}-340m").model
         config.num_hidden_layers, config.vocab_size = 1, 8
         block = HeadmaxForCausalLM(config).model.layers[0].to(dtype).requires_grad_(False)
         for rows in (1, 8, 64):
-            yield f"decoding {rows} {name}", functools.partial(decode, block, rows)
+            once = (mixer == "kda" and rows != 8) or (mixer == "gdn" and rows == 8)
+            yield Call(f"decoding {rows} {mixer}", functools.partial(decode, block, rows), once)
 
 
 def trained(function: Callable[..., Any], *arguments: Any) -> None:
     """Forward and backward."""
     made = function(*arguments)
     sum(x.sum() for x in (made if isinstance(made, tuple) else (made,)) if x is not None).backward()
+
+
+def stepped(op: Op, inputs: Mapping[str, Any]) -> None:
+    """`headmax.ops.step` of a recurrence."""
+    by_position = [inputs[name] for name in ("q", "k", "v", "log_decay", "beta") if name in inputs]
+    step(op, *by_position, state=inputs["initial_state"], backend="triton")
 
 
 def decode(block: Block, rows: int) -> None:
@@ -194,16 +242,18 @@ def decode(block: Block, rows: int) -> None:
     block_step(block, x, slots, settings and settings.at(position[:, None]), None)
 
 
-def check(capability: int, dtypes: Sequence[torch.dtype]) -> bool:
-    """Compiles every kernel and prints what it takes; whether all fit."""
+def check(capability: int, dtypes: Sequence[torch.dtype], once: bool = False) -> bool:
+    """Compiles every kernel, for one shape or, unless `once`, for all that matter, and prints what it takes; whether all fit."""
     found, fits = compile_only(capability), True
     for dtype in dtypes:
-        for name, call in calls(dtype, SHARED[capability]):
+        for call in calls(dtype, SHARED[capability]):
+            if once and not call.once:
+                continue
             found.clear()
-            call()
+            call.run()
             for kernel, (size, tiles) in found.items():
                 over = size > 1024 * SHARED[capability]
                 fits = fits and not over and not tiles
-                wrong = "  too much" * over + f"  {tiles} tiles are filled anew under a product" * (tiles > 0)
-                print(f"sm_{capability} {dtype} {name} {kernel}: {size / 1024:.0f} KiB{wrong}", flush=True)
+                wrong = "  too much" if over else f"  {tiles} tiles are filled anew under a product" if tiles else ""
+                print(f"sm_{capability} {dtype} {call.name} {kernel}: {size / 1024:.0f} KiB{wrong}", flush=True)
     return fits

@@ -72,17 +72,20 @@ def drift(
             records.append(out, [record])
 
 
-def fit(capability: Annotated[Literal[80, 86, 89, 90, 100, 120], metavar("CAPABILITY")], /, dtypes: Words = DTYPES) -> None:
+def fit(
+    capability: Annotated[Literal[80, 86, 89, 90, 100, 120], metavar("CAPABILITY")], /, dtypes: Words = DTYPES, once: bool = False
+) -> None:
     """Compile the kernels for a GPU that is not at hand; exit code 1 if they do not fit.
 
     Args:
         capability: the GPU's compute capability, such as 89 for sm_89.
         dtypes: precisions of what is computed.
+        once: every kernel for one shape alone.
     """
     one_of("dtypes", dtypes, DTYPES)
     import torch
 
     from lab.bench.fit import check
 
-    if not check(capability, [getattr(torch, name) for name in dtypes]):
+    if not check(capability, [getattr(torch, name) for name in dtypes], once):
         sys.exit(1)

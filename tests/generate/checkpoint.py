@@ -15,6 +15,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "retnet": {"mixer": "retnet"},
     "gla": {"mixer": "gla"},
     "gated_deltanet": {"mixer": "gated_deltanet", "num_v_heads": 4},
+    "kda": {"mixer": "kda"},
+    "mamba2": {"mixer": "mamba2", "head_k_dim": 16},
     "hybrid": {"mixer": ["gla", AttentionConfig(num_kv_heads=1, window=24, qk_norm=True, output_gate=True, rotary_dim=8)]},
 }
 VOCABULARY = 258

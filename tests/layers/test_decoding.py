@@ -10,6 +10,7 @@ from headmax import HeadGateConfig, HeadmaxConfig, HeadmaxForCausalLM
 from headmax.layers.block import Block
 from headmax.layers.feature_map import FEATURE_MAPS
 from headmax.layers.fusion import Fusion
+from headmax.layers.mixers import MIXERS, MixerConfig
 from headmax.layers.mixers.attention import AttentionSlots
 from headmax.models.decoding import Slots, make_slots
 
@@ -21,10 +22,10 @@ DEVICE = "cuda" if GPU else "cpu"
 here = pytest.mark.gpu if GPU else lambda test: test  # interpreted where there is no GPU
 LENGTH, HIDDEN = 8, 24
 GATE = HeadGateConfig(init_std=1.0)
-RECURRENT = ("linear", "retnet", "gla", "gated_deltanet")
+RECURRENT = ("linear", "retnet", "gla", "gated_deltanet", "kda", "mamba2")
 
 
-def make(mixer: str, dtype: torch.dtype = torch.float32, **options: Any) -> Block:
+def make(mixer: str | MixerConfig, dtype: torch.dtype = torch.float32, **options: Any) -> Block:
     torch.manual_seed(0)
     settings = {
         "hidden_size": HIDDEN,
@@ -34,7 +35,7 @@ def make(mixer: str, dtype: torch.dtype = torch.float32, **options: Any) -> Bloc
         "vocab_size": 8,
         "initializer_range": 0.3,
     }
-    if mixer != "attention":
+    if isinstance(mixer, str) and mixer != "attention":
         settings |= {"head_k_dim": 12, "head_v_dim": 20, "head_gate": GATE}
     model = HeadmaxForCausalLM(HeadmaxConfig(mixer=mixer, fused=True, **settings | options)).eval()
     with torch.no_grad():
@@ -172,6 +173,18 @@ def test_more_value_heads_than_key_heads(rows: int) -> None:
 
 
 @here
+@pytest.mark.parametrize("norm", ["head", "joint", "none"])
+@pytest.mark.parametrize("mixer", ["kda", "mamba2"])
+def test_gates_and_norms_in_their_own_order(mixer: str, norm: str) -> None:
+    """KDA's sigmoid after the norm, of narrow matrices; Mamba-2's swish gate before it. Both with a read gate after the norm, and none."""
+    kind = MIXERS[mixer]
+    for gate, rows in ((HeadGateConfig(read_position="after_norm", init_std=1.0), 1), (None, 3)):
+        odd = {"decay_rank": 5, "gate_rank": 7} if mixer == "kda" else {"num_groups": 2}
+        own = kind(**odd, output_norm=norm, conv_size=0 if rows == 1 else 4, head_k_dim=12, head_v_dim=20)
+        assert_equal_to_plain(make(own, head_gate=gate), rows)
+
+
+@here
 def test_odd_numbers_and_widths_of_heads(rows: int) -> None:
     assert_equal_to_plain(make("gla", num_heads=1), rows)
     assert_equal_to_plain(make("gla", head_k_dim=20, head_v_dim=40), rows)
@@ -180,7 +193,12 @@ def test_odd_numbers_and_widths_of_heads(rows: int) -> None:
 
 @here
 def test_bfloat16_is_no_further_from_the_truth_than_the_plain_step(rows: int) -> None:
-    for mixer, state_dtype in (("gla", torch.float32), ("gated_deltanet", torch.bfloat16)):
+    for mixer, state_dtype in (
+        ("gla", torch.float32),
+        ("gated_deltanet", torch.bfloat16),
+        ("kda", torch.float32),
+        ("mamba2", torch.float32),
+    ):
         block, exact = make(mixer, torch.bfloat16), make(mixer)
         exact.load_state_dict(block.state_dict())
         ours, theirs, true = filled(block, rows, state_dtype), filled(block, rows, state_dtype), filled(exact, rows, torch.float32)
@@ -197,7 +215,8 @@ def test_outputs_are_written_everywhere(rows: int, monkeypatch: pytest.MonkeyPat
     new_empty = torch.Tensor.new_empty
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **k: new_empty(*a, **k).fill_(float("nan")))
     gate = HeadGateConfig(read_position="after_norm", init_std=1.0)
-    assert_equal_to_plain(make("gated_deltanet", head_gate=gate), rows)
+    for mixer in ("gated_deltanet", "kda"):
+        assert_equal_to_plain(make(mixer, head_gate=gate), rows)
 
 
 def test_what_cannot_step_in_kernels_says_why() -> None:
@@ -209,6 +228,10 @@ def test_what_cannot_step_in_kernels_says_why() -> None:
     adapted = make("gla").cpu()
     adapted.mixer.q_proj = torch.nn.Sequential(adapted.mixer.q_proj)
     assert adapted.step_obstacle(x) == "a part of a GatedLinearAttention block has been replaced"
+    for mixer, part in (("gla", "decay_up_proj"), ("kda", "decay_up_proj"), ("kda", "gate_up_proj"), ("mamba2", "dt_proj")):
+        adapted = make(mixer).cpu()
+        setattr(adapted.mixer, part, torch.nn.Sequential(getattr(adapted.mixer, part)))
+        assert adapted.step_obstacle(x) == f"a part of a {type(adapted.mixer).__name__} block has been replaced"
     hooked = make("gla").cpu()
     hooked.mixer.register_forward_hook(lambda *_: None)
     assert hooked.step_obstacle(x) == "a block has hooks"

@@ -29,8 +29,12 @@ WIDTH = 32
 def make(name: str, *, heads: int = 4, **options: Any) -> nn.Module:
     torch.manual_seed(0)
     if name != "attention":
-        options = {"conv_size": 4, "head_gate": HeadGateConfig(init_std=1.0)} | options
-    return build(name, heads, **options).double().requires_grad_(False)
+        narrow = {"head_k_dim": 8} if name == "mamba2" else {}
+        options = {"conv_size": 4, "head_gate": HeadGateConfig(init_std=1.0), **narrow} | options
+    mixer = build(name, heads, **options).double().requires_grad_(False)
+    if name == "mamba2":
+        mixer.D *= 0.01  # at first its steps are so short that D x hides what the state does
+    return mixer
 
 
 def build(name: str, heads: int, **options: Any) -> nn.Module:
@@ -261,17 +265,22 @@ def effect(name: str, gate: HeadGateConfig, **options: Any) -> float:
 @pytest.mark.parametrize("name", RECURRENT)
 def test_each_gate_changes_the_output_at_each_placement(name: str, read_position: Any, output_norm: str) -> None:
     for read, write in ((True, False), (False, True)):
-        gate = HeadGateConfig(read=read, write=write, read_position=read_position, init_std=2.0)
+        gate = replace(MIXERS[name].recipe_gate, read=read, write=write, read_position=read_position, init_std=2.0)
         assert effect(name, gate, output_norm=output_norm, norm_eps=1e-5) > 0.03
 
 
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("name", [name for name in RECURRENT if name != "mamba2"])
 def test_the_literal_read_gate_acts_through_eps_alone(name: str) -> None:
     """Take eps away and a per-head norm leaves nothing of it; after the norm, or under a joint one, it stays."""
     literal, after = HeadGateConfig(write=False, init_std=2.0), HeadGateConfig(write=False, init_std=2.0, read_position="after_norm")
     assert effect(name, literal, norm_eps=1e-30) < 1e-9
     assert effect(name, after, norm_eps=1e-30) > 0.03
     assert effect(name, literal, norm_eps=1e-30, output_norm="joint") > 0.03
+
+
+def test_the_literal_read_gate_of_mamba2_acts_beside_what_has_no_gate() -> None:
+    literal = HeadGateConfig(write=False, scale="heads", init_std=2.0)
+    assert effect("mamba2", literal, output_norm="head", norm_eps=1e-30) > 0.03
 
 
 def test_a_per_head_norm_divides_the_literal_read_gate_out() -> None:
@@ -310,12 +319,13 @@ def test_feature_maps(name: str) -> None:
     torch.testing.assert_close(phi, torch.tensor(expected[name]), atol=1e-5, rtol=0)
 
 
-def test_short_convolution_is_a_causal_convolution() -> None:
-    conv = ShortConvolution(6, 4).double()
+@pytest.mark.parametrize("bias", [False, True])
+def test_short_convolution_is_a_causal_convolution(bias: bool) -> None:
+    conv = ShortConvolution(6, 4, bias).double()
     x = torch.randn(2, 9, 6, dtype=torch.float64)
     y, state = conv(x, return_state=True)
     padded = nn.functional.pad(x.transpose(1, 2), (3, 0))
-    expected = nn.functional.silu(nn.functional.conv1d(padded, conv.weight[:, None], groups=6)).transpose(1, 2)
+    expected = nn.functional.silu(nn.functional.conv1d(padded, conv.weight[:, None], conv.bias, groups=6)).transpose(1, 2)
     assert close(y, expected)
     assert torch.equal(state, x[:, -3:])
     assert state.untyped_storage().nbytes() < x.nbytes, "a state must not keep all inputs alive"
@@ -385,21 +395,25 @@ def test_gradients_reach_every_parameter(name: str) -> None:
 @pytest.mark.parametrize(
     ("time", "channels", "width", "bounds"), [(130, 70, 4, None), (5, 3, 2, None), (3, 8, 4, None), (151, 16, 4, [0, 1, 18, 82, 151])]
 )
-def test_the_kernel_of_the_short_convolution(time: int, channels: int, width: int, bounds: list[int] | None, device: str) -> None:
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_kernel_of_the_short_convolution(
+    time: int, channels: int, width: int, bounds: list[int] | None, bias: bool, device: str
+) -> None:
     pytest.importorskip("triton")
     if device == "cpu" and torch.cuda.is_available():
         pytest.skip("the interpreter runs where there is no GPU")
     from headmax.layers.triton_conv import short_conv
 
-    conv = ShortConvolution(channels, width).double()
+    conv = ShortConvolution(channels, width, bias).double()
     x = torch.randn(2 if bounds is None else 1, time, channels, dtype=torch.float64, requires_grad=True)
     packing = None if bounds is None else Packing(bounds)
     expected, _ = conv(x, None, packing)
     direction = torch.randn_like(expected)
-    wanted = torch.autograd.grad(expected, (x, conv.weight), direction)
-    narrow, weight = (y.detach().to(device, torch.float32).requires_grad_() for y in (x, conv.weight))
-    actual = short_conv(narrow, weight, None if packing is None else packing.positions.to(device))
-    gradients = torch.autograd.grad(actual, (narrow, weight), direction.to(device, torch.float32))
+    given = [x, *conv.parameters()]
+    wanted = torch.autograd.grad(expected, given, direction)
+    leaves = [y.detach().to(device, torch.float32).requires_grad_() for y in given]
+    actual = short_conv(*(leaves if bias else [*leaves, None]), None if packing is None else packing.positions.to(device))
+    gradients = torch.autograd.grad(actual, leaves, direction.to(device, torch.float32))
     for a, e in zip((actual, *gradients), (expected, *wanted), strict=True):
         assert distance(a, e) <= 1e-6
 
@@ -561,11 +575,11 @@ def test_the_operator_of_the_short_convolution_is_registered_properly() -> None:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     x, weight, scorer = (torch.randn(shape, device=device) for shape in ((1, 5, 6), (6, 3), (2, 3)))
-    for given in ((None, 0), (None, 2), (scorer, 2)):
-        torch.library.opcheck(_forward, (x, weight, None, *given, 1e-6))
+    for bias, *given in ((None, None, 0), (weight[:, 0].contiguous(), None, 0), (None, None, 2), (None, scorer, 2)):
+        torch.library.opcheck(_forward, (x, weight, bias, None, *given, 1e-6))
     single = torch.randn(1, 3, 6, device=device).transpose(0, 1)  # one token each, whose strides say little
     torch.testing.assert_close(
-        short_conv(single, weight, None), short_conv(single.clone(memory_format=torch.contiguous_format), weight, None)
+        short_conv(single, weight, None, None), short_conv(single.clone(memory_format=torch.contiguous_format), weight, None, None)
     )
 
 

@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 here = pytest.mark.gpu if GPU else lambda test: test
-MIXERS = ("gla", "retnet", "gated_deltanet", "linear")
+MIXERS = ("gla", "retnet", "gated_deltanet", "linear", "kda", "mamba2")
 
 
 class Recorded(module.Replay):

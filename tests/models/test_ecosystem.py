@@ -104,7 +104,7 @@ def test_accelerate_launch_trains_on_two_processes(tmp_path: Path) -> None:
     assert "trained on 2 processes" in done.stdout
 
 
-@pytest.mark.parametrize("mixer", ["linear", "retnet", "gla", "gated_deltanet", "attention"])
+@pytest.mark.parametrize("mixer", ["linear", "retnet", "gla", "gated_deltanet", "kda", "mamba2", "attention"])
 def test_lora_on_the_documented_targets(mixer: str) -> None:
     from peft import LoraConfig, get_peft_model
 
@@ -120,7 +120,7 @@ def test_lora_on_the_documented_targets(mixer: str) -> None:
     assert all(p.grad is not None for name, p in wrapped.named_parameters() if "lora_B" in name)
 
 
-@pytest.mark.parametrize("mixer", ["linear", "retnet", "gla", "gated_deltanet"])
+@pytest.mark.parametrize("mixer", ["linear", "retnet", "gla", "gated_deltanet", "kda", "mamba2"])
 def test_export(mixer: str) -> None:
     model = small(mixer).eval()
     ids = torch.randint(0, 64, (2, 70))

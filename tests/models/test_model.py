@@ -17,6 +17,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "retnet": {"mixer": "retnet", "head_gate": GATE},
     "gla": {"mixer": "gla", "head_gate": GATE, "conv_size": 4},
     "gated_deltanet": {"mixer": "gated_deltanet", "head_gate": GATE, "num_v_heads": 8},
+    "kda": {"mixer": "kda", "head_gate": GATE},
+    "mamba2": {"mixer": "mamba2", "head_gate": GATE, "head_k_dim": 8},
     "attention": {"mixer": "attention"},
     "hybrid": {"mixer": ["gla", "attention", "gated_deltanet"], "head_gate": GATE, "num_hidden_layers": 3},
     "qwen": {
@@ -40,7 +42,7 @@ def close(x: torch.Tensor, y: torch.Tensor, tolerance: float = 2e-5) -> bool:
     return bool((x - y).abs().max() <= tolerance * y.abs().max())
 
 
-everywhere = pytest.mark.parametrize("name", MODELS)
+everywhere = pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name == "kda" else name for name in MODELS])
 
 
 @pytest.mark.parametrize(
@@ -203,7 +205,7 @@ def test_assisted_decoding_is_refused_by_name() -> None:
         model.generate(tokens(1, 5), attention_mask=torch.ones(1, 5), assistant_model=make("gla"), max_new_tokens=3)
 
 
-@pytest.mark.parametrize("name", ["linear", "retnet", "gla", "gated_deltanet"])
+@pytest.mark.parametrize("name", ["linear", "retnet", "gla", "gated_deltanet", "mamba2"])
 def test_packed_sequences_keep_states_that_fork(name: str) -> None:
     """Contexts read in one row, then continued in several ways: packed again, and as the rows of a batch."""
     model = make(name).double()

@@ -10,12 +10,13 @@ from headmax.recipes.summary import summarize
 from headmax.train import OptimConfig, ScheduleConfig, TrainConfig
 
 
-def test_all_names_of_the_paper_are_there_kda_and_hybrids() -> None:
+def test_all_names_of_the_paper_are_there_and_those_of_later_backbones() -> None:
     scales = ("tiny", "80m", "110m", "170m", "340m")
-    families = ("transformer", *(f"{soft}{b}" for soft in ("", "softmax-") for b in ("retnet", "gla", "gdn", "kda", "hybrid")))
+    families = ("transformer", *(f"{soft}{b}" for soft in ("", "softmax-") for b in ("retnet", "gla", "gdn", "kda", "mamba2", "hybrid")))
     expected = {f"{family}-{scale}" for family in families for scale in scales}
     expected |= {f"{family}-110m-h{heads}" for family in ("gla", "softmax-gla") for heads in (4, 8, 16)}
-    recall = {"mqar-transformer", *(f"mqar-{soft}{b}" for soft in ("", "softmax-") for b in ("linear", "retnet", "gla", "gdn", "kda"))}
+    recalling = ("linear", "retnet", "gla", "gdn", "kda", "mamba2")
+    recall = {"mqar-transformer", *(f"mqar-{soft}{b}" for soft in ("", "softmax-") for b in recalling)}
     assert set(recipes.names()) == expected | recall
 
 
@@ -23,7 +24,8 @@ def test_all_names_of_the_paper_are_there_kda_and_hybrids() -> None:
 def test_every_recipe_is_complete(name: str) -> None:
     recipe = recipes.get(name)
     assert recipe.name == name
-    assert recipe.model.head_gate == (HeadGateConfig() if "softmax-" in name else None)
+    gates = HeadGateConfig(scale="heads" if "mamba2" in name else 1.0)  # beside an ungated D x the paper's would leave of 32 heads 1/1024
+    assert recipe.model.head_gate == (gates if "softmax-" in name else None)
     assert (recipe.task is not None) == name.startswith("mqar-")
     if recipe.task is None and not name.endswith("-tiny"):
         assert recipe.train == TrainConfig()
@@ -60,6 +62,7 @@ def test_a_recall_recipe_for_another_size_of_its_task() -> None:
         ("softmax-retnet-340m", 347_452_416, 314_684_416, 49_152, 24 * 4 * 256 * 512 * 4, 0),
         ("softmax-gla-340m", 341_732_352, 308_964_352, 24_576, 24 * 4 * 128 * 256 * 4, 0),
         ("softmax-gdn-340m", 341_523_648, 308_755_648, 24_576, 24 * (4 * 128 * 256 * 4 + 3 * 2048 * 2), 0),
+        ("softmax-mamba2-340m", 342_410_496, 309_642_496, 196_608, 24 * (32 * 128 * 64 * 4 + 3 * (2 * 128 + 2048) * 2), 0),
         ("gla-110m-h16", 112_209_360, 91_729_360, 0, 18 * 16 * 20 * 40 * 4, 0),
     ],
 )

@@ -30,7 +30,7 @@ def test_the_papers_schedule() -> None:
     assert rates[-1] == pytest.approx(3e-5, rel=1e-5)
 
 
-@pytest.mark.parametrize("mixer", ["linear", "retnet", "gla", "gated_deltanet", "attention"])
+@pytest.mark.parametrize("mixer", ["linear", "retnet", "gla", "gated_deltanet", "kda", "mamba2", "attention"])
 def test_weight_decay_is_on_matrices_alone(mixer: str) -> None:
     gate = {} if mixer != "attention" else {"head_gate": None}
     model = HeadmaxForCausalLM(model_config(mixer=mixer, **gate))
@@ -38,8 +38,9 @@ def test_weight_decay_is_on_matrices_alone(mixer: str) -> None:
     names = {id(p): name for name, p in model.named_parameters()}
     assert (decayed["weight_decay"], free["weight_decay"]) == (0.3, 0.0)
     kinds = {names[id(p)].split(".")[-1] for p in free["params"]}
-    assert all("norm" in names[id(p)] or names[id(p)].split(".")[-1] in ("bias", "A_log", "dt_bias") for p in free["params"])
-    assert {"weight"} | {"gated_deltanet": {"A_log", "dt_bias"}, "gla": {"bias"}}.get(mixer, set()) == kinds
+    assert all("norm" in names[id(p)] or names[id(p)].split(".")[-1] in ("bias", "A_log", "dt_bias", "D") for p in free["params"])
+    steps = {"A_log", "dt_bias"}
+    assert {"weight"} | {"gated_deltanet": steps, "kda": steps, "mamba2": {*steps, "D", "bias"}, "gla": {"bias"}}.get(mixer, set()) == kinds
     assert not any("norm" in names[id(p)] for p in decayed["params"])
     assert len(decayed["params"]) + len(free["params"]) == len(names)
 

@@ -20,10 +20,10 @@ class Fusion(NamedTuple):
     """All of it, as five kernels for one token of each sequence."""
 
 
-def intact(*modules: nn.Module | None, kind: type[nn.Module] = nn.Linear) -> bool:
+def intact(*modules: nn.Module | None, kind: type[nn.Module] = nn.Linear, bias: bool = False) -> bool:
     """Whether modules are as they were built, so that their weights may be read without calling them.
 
-    An adapter in a module's place (LoRA), a quantised weight, a bias, or a hook must be called.
+    An adapter in a module's place (LoRA), a quantised weight, a hook, or a bias unless that is read too, must be called.
     """
     for module in modules:
         if type(module) is not kind:
@@ -31,7 +31,7 @@ def intact(*modules: nn.Module | None, kind: type[nn.Module] = nn.Linear) -> boo
         if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
             return False
         for name, parameter in module._parameters.items():
-            if name == "bias" and parameter is not None:
+            if name == "bias" and parameter is not None and not bias:
                 return False
             if name == "weight" and type(parameter) is not nn.Parameter and not isinstance(parameter, DTensor):
                 return False

@@ -18,7 +18,7 @@ from headmax.ops.registry import Lazy, dispatch, register
 Convolution = Callable[[Tensor, Tensor | None], tuple[Tensor | None, ...]]
 
 
-def _reference(x: Tensor, weight: Tensor, before: Tensor | None) -> Tensor:
+def _reference(x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None) -> Tensor:
     time, width = x.shape[1], weight.shape[1]
     padded, weight = F.pad(x, (0, 0, width - 1, 0)), weight.to(x.dtype)
     y = x * weight[:, -1]
@@ -27,11 +27,11 @@ def _reference(x: Tensor, weight: Tensor, before: Tensor | None) -> Tensor:
         if before is not None:  # a token this early in its sequence has no such predecessor
             term = term * (before >= width - 1 - i).to(x.dtype).unsqueeze(-1)
         y = y + term
-    return F.silu(y)
+    return F.silu(y if bias is None else y + bias.to(x.dtype))
 
 
 def _unit_reference(x: Tensor, weight: Tensor, before: Tensor | None, scorer: Tensor | None, heads: int) -> tuple[Tensor, Tensor | None]:
-    y = _reference(x, weight, before).unflatten(-1, (heads, -1))
+    y = _reference(x, weight, None, before).unflatten(-1, (heads, -1))
     return unit_length(y.to(compute_dtype(y.dtype))).flatten(2).to(x.dtype), None if scorer is None else scores_of(y, scorer)
 
 
@@ -58,11 +58,17 @@ def _convolve(run: Convolution, x: Tensor, state: Tensor | None, packing: Packin
 
 
 def short_convolution(
-    x: Tensor, weight: Tensor, state: Tensor | None = None, packing: Packing | None = None, backend: str = "auto"
+    x: Tensor,
+    weight: Tensor,
+    state: Tensor | None = None,
+    packing: Packing | None = None,
+    backend: str = "auto",
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """silu of the causal depthwise convolution of x [B,T,D] with weight [D,W]; `state` [sequences,W-1,D] are the inputs before."""
+    """silu of bias [D], if there is one, plus the causal depthwise convolution of x [B,T,D] with weight [D,W]; `state` [sequences,W-1,D]
+    are the inputs before."""
     kernel = dispatch("short_conv", backend, x)
-    return _convolve(lambda x, before: (kernel(x, weight, before),), x, state, packing)[0]  # type: ignore[return-value]
+    return _convolve(lambda x, before: (kernel(x, weight, bias, before),), x, state, packing)[0]  # type: ignore[return-value]
 
 
 def unit_convolution(
@@ -92,19 +98,23 @@ def last_inputs(x: Tensor, width: int, state: Tensor | None, packing: Packing | 
 
 
 class ShortConvolution(Initialized):
-    """y_t = silu(Σ_i weight_i x_{t-width+1+i}), depthwise; the state is the last width - 1 inputs [sequences, width - 1, channels]."""
+    """y_t = silu(bias + Σ_i weight_i x_{t-width+1+i}), depthwise, the bias being optional; the state is the last width - 1 inputs
+    [sequences, width - 1, channels]."""
 
-    def __init__(self, channels: int, width: int) -> None:
+    def __init__(self, channels: int, width: int, bias: bool = False) -> None:
         super().__init__()
         if width < 2:
             raise ValueError(f"conv_size: a short convolution spans at least 2 tokens, got {width}")
         self.width = width
         self.weight = nn.Parameter(torch.empty(channels, width))
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
         self.reset_parameters()
 
     def initial_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         bound = self.width**-0.5
-        yield self.weight, torch.empty_like(self.weight).uniform_(-bound, bound)
+        for parameter in (self.weight, self.bias):
+            if parameter is not None:
+                yield parameter, torch.empty_like(parameter).uniform_(-bound, bound)
 
     def forward(
         self,
@@ -115,8 +125,8 @@ class ShortConvolution(Initialized):
         return_state: bool = False,
         backend: str = "auto",
     ) -> tuple[Tensor, Tensor | None]:
-        y = short_convolution(x, self.weight, state, packing, backend)
+        y = short_convolution(x, self.weight, state, packing, backend, self.bias)
         return y, last_inputs(x, self.width, state, packing) if return_state else None
 
     def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, width={self.width}"
+        return f"{self.weight.shape[0]}, width={self.width}, bias={self.bias is not None}"

@@ -1,4 +1,5 @@
-"""A block on one token of each sequence, in five kernels: two products and the recurrence between them, then the MLP's two products."""
+"""A block on one token of each sequence, in five kernels: two products and the recurrence between them, then the MLP's two products.
+KDA takes two more, for what it makes of narrow matrices."""
 
 from __future__ import annotations
 
@@ -9,11 +10,11 @@ import torch
 from torch import Tensor
 
 from headmax.layers.mixers.attention import Attention, AttentionSlots
-from headmax.layers.mixers.base import RecurrentMixer, RecurrentSlots
+from headmax.layers.mixers.base import RecurrentMixer, RecurrentSlots, StepTerms
 from headmax.layers.norm import RMSNorm
 from headmax.layers.rotary import Rotary
 from headmax.layers.triton_linear import Convolution, LinearInput, Scores, linear, score_part
-from headmax.layers.triton_mixer import mixer_step
+from headmax.layers.triton_mixer import Decay, gated_norm, mixer_step
 
 if TYPE_CHECKING:
     from headmax.layers.block import Block
@@ -51,6 +52,8 @@ def projected_parts(mixer: RecurrentMixer) -> dict[str, Tensor]:
     if mixer.g_proj is not None:
         parts["SWISH"] = mixer.g_proj.weight
     parts |= zip(("DECAYS", "BETAS"), (projection.weight for projection in terms.projections), strict=False)
+    if terms.gate is not None:
+        parts["GATE"] = terms.gate[0].weight
     if gate is not None and gate.source != "head":
         parts |= {name: gate.hidden_rows(w) for name, w in (("READS", gate.read_weight), ("WRITES", gate.write_weight)) if w is not None}
     return parts
@@ -60,30 +63,44 @@ def recurrent_step(mixer: RecurrentMixer, norm: RMSNorm, x: Tensor, state: Recur
     """x + mixer(norm(x))"""
     gate, terms, parts = mixer.head_gate, mixer.step_terms(), projected_parts(mixer)
     assert terms is not None
-    starts = dict.fromkeys(("Q", "KEYS", "VALUES", "DECAYS", "BETAS", "READS", "WRITES"), 0)
-    starts |= zip(parts, accumulate(map(len, parts.values()), initial=0), strict=False)
+    starts = dict(zip(parts, accumulate(map(len, parts.values()), initial=0), strict=False))
     scores, convolution = None, None
     if gate is not None and gate.source == "head" and gate.kind != "uniform":
         sums = x.new_empty(len(x), 2, mixer.num_v_heads, mixer.head_k_dim // score_part(mixer.head_k_dim), dtype=torch.float32)
         scores = Scores(gate.read_weight, gate.write_weight, mixer.num_heads, sums)
     if mixer.convs is not None and state.inputs is not None:
-        convolution = Convolution([conv.get_parameter("weight") for conv in mixer.convs], state.inputs)
+        taps, biases = ([getattr(conv, name) for conv in mixer.convs] for name in ("weight", "bias"))
+        convolution = Convolution(taps, biases, state.inputs)
     projected = linear(normed(x, norm), list(parts.values()), convolution=convolution, scores=scores, dtype=torch.float32)
-    swish = starts.pop("SWISH", None)
-    constants: dict[str, Any] = {
-        **starts,
-        **gate_constants(mixer),
-        "RANK": terms.projections[0].out_features if terms.decay == "channel" else 1,
-        "DECAY": terms.decay,
-        "FEATURE": terms.feature,
-    }
-    numbers = (1.0, 1.0, terms.normalizer) if gate is None else (gate.temperature, gate.scale, terms.normalizer)
-    decay = (terms.decay_weight, terms.decay_bias)
-    o, read = mixer_step(
-        projected, None if scores is None else scores.sums, state.recurrent, mixer.num_heads, rotary, decay, numbers, constants
-    )
-    gates = None if swish is None else projected[:, swish : swish + o.shape[1]]
-    return linear(LinearInput(o, swish=gates, read=read, **norm_of(mixer)), [mixer.o_proj.weight], residual=x)
+    of_token = {name: projected[:, start : start + len(parts[name])] for name, start in starts.items()}
+    constants = {name: starts.get(name, 0) for name in ("Q", "KEYS", "VALUES", "BETAS", "READS", "WRITES")}
+    constants |= step_constants(mixer, terms) | {"SWISH": starts["SWISH"] if terms.swish_first else -1}
+    decay = decay_terms(terms, of_token.get("DECAYS"))
+    numbers = ((1.0, 1.0) if gate is None else (gate.temperature, gate.scale)) + (terms.normalizer, mixer.head_k_dim**-0.5)
+    if terms.scale is not None:
+        numbers = (*numbers[:3], terms.scale)
+    o, read = mixer_step(projected, None if scores is None else scores.sums, state.recurrent, rotary, decay, terms.skip, numbers, constants)
+    if terms.gate is not None:
+        o = gated_norm(o, of_token["GATE"], terms.gate[1].weight, mixer.num_v_heads, read, **norm_of(mixer))
+        return linear(LinearInput(o), [mixer.o_proj.weight], residual=x)
+    swish = None if terms.swish_first else of_token.get("SWISH")
+    return linear(LinearInput(o, swish=swish, read=read, **norm_of(mixer)), [mixer.o_proj.weight], residual=x)
+
+
+def decay_terms(terms: StepTerms, low: Tensor | None) -> Decay:
+    """What the step's kernel makes decays from: the token's projection, which GLA's part of it and KDA's product before it raise."""
+    up = terms.decay_up
+    if up is None or low is None:
+        return Decay(low, terms.decay_weight, terms.decay_bias)
+    if terms.decay == "channel":
+        return Decay(low, up.weight, up.bias)
+    return Decay(linear(LinearInput(low), [up.weight], dtype=torch.float32), terms.decay_weight, terms.decay_bias)
+
+
+def step_constants(mixer: RecurrentMixer, terms: StepTerms) -> dict[str, Any]:
+    """What the step's kernel is specialised to, but for widths and where its inputs are."""
+    rank = terms.projections[0].out_features if terms.decay == "channel" else 1
+    return gate_constants(mixer) | {"KEY_HEADS": mixer.num_heads, "RANK": rank, "DECAY": terms.decay, "FEATURE": terms.feature}
 
 
 def gate_constants(mixer: RecurrentMixer) -> dict[str, Any]:

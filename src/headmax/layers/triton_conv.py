@@ -97,9 +97,11 @@ def seen(x, reached, I: tl.constexpr, W: tl.constexpr, PACKED: tl.constexpr):
 
 
 @triton.jit
-def weighted(window, weights, reached, W: tl.constexpr, PACKED: tl.constexpr):
-    """Σ_i weight_i input_i"""
+def weighted(window, weights, biases, reached, W: tl.constexpr, BIAS: tl.constexpr, PACKED: tl.constexpr):
+    """bias + Σ_i weight_i input_i"""
     total = window[W - 1] * weights[W - 1]
+    for i in tl.static_range(BIAS):
+        total += biases[i]
     for i in tl.static_range(W - 1):
         total += seen(window[i], reached, i, W, PACKED) * weights[i]
     return total
@@ -115,20 +117,31 @@ def with_products(sums, x, factors, reached, W: tl.constexpr, PACKED: tl.constex
 
 
 @triton.jit
+def with_term(sums, x, N: tl.constexpr):
+    """Each of N sums, and x."""
+    made = ()
+    for i in tl.static_range(N):
+        made = beside(made, sums[i] + x)
+    return made
+
+
+@triton.jit
 def short_conv_kernel(
-    x, weight, before, scorer, y, scores, stride, T, D, eps,
-    W: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, AHEAD: tl.constexpr, PACKED: tl.constexpr,
-    UNIT: tl.constexpr, GATES: tl.constexpr,
+    x, weight, bias, before, scorer, y, scores, stride, T, D, eps,
+    W: tl.constexpr, BIAS: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, AHEAD: tl.constexpr,
+    PACKED: tl.constexpr, UNIT: tl.constexpr, GATES: tl.constexpr,
 ):  # fmt: skip
-    """y_t = silu(Σ_i weight_i x_{t-W+1+i}); if UNIT of unit length, the block being a head, which GATES rows of `scorer` score first."""
+    """y_t = silu(bias + Σ_i weight_i x_{t-W+1+i}), with BIAS 1 if there is one and else 0; if UNIT of unit length, the block being a head,
+    which GATES rows of `scorer` score first."""
     block, channels, known, batch, start = place(T, D, BD, BLOCK, SPAN)
     weights, window = load_rows(weight, channels * W, 1, known, W), rows_from(x, batch, start - W, channels, known, T, stride, W)
+    biases = load_rows(bias, channels, 1, known, BIAS)
     scorers = load_rows(scorer, block * (GATES * BLOCK) + tl.arange(0, BD), BLOCK, known, GATES)
     for n in range(start, tl.minimum(start + SPAN, T), AHEAD):
         inputs = rows_from(x, batch, n, channels, known, T, stride, AHEAD)
         for i in tl.static_range(AHEAD):
             window = moved_on(window, inputs[i], W)
-            total = weighted(window, weights, reach(before, n + i, T, W, PACKED), W, PACKED)
+            total = weighted(window, weights, biases, reach(before, n + i, T, W, PACKED), W, BIAS, PACKED)
             t_y, at = total * sigmoid(total), batch * T + n + i
             for gate in tl.static_range(GATES):
                 score = scores + (at * tl.cdiv(D, BLOCK) + block) * GATES + gate
@@ -140,12 +153,12 @@ def short_conv_kernel(
 
 @triton.jit
 def short_conv_gradients_kernel(
-    x, weight, before, scorer, d_y, d_scores, d_x, d_weight, d_scorer, stride, T, D, eps,
-    W: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, AHEAD: tl.constexpr, PACKED: tl.constexpr,
-    UNIT: tl.constexpr, GATES: tl.constexpr,
+    x, weight, bias, before, scorer, d_y, d_scores, d_x, d_weight, d_bias, d_scorer, stride, T, D, eps,
+    W: tl.constexpr, BIAS: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, AHEAD: tl.constexpr,
+    PACKED: tl.constexpr, UNIT: tl.constexpr, GATES: tl.constexpr,
 ):  # fmt: skip
     """d_x_t = Σ_i weight_i inner_{t+W-1-i}, with inner the gradient of what goes into the silu; and shares of the weights' gradients,
-    d_weight_i = Σ_t inner_t x_{t-W+1+i} and d_scorer = Σ_t d_score_t silu_t.
+    d_weight_i = Σ_t inner_t x_{t-W+1+i}, d_bias = Σ_t inner_t and d_scorer = Σ_t d_score_t silu_t.
 
     A token's d_x is known once W - 1 more inners are: the program goes that much further than its span, whose shares end with it.
     """
@@ -153,6 +166,7 @@ def short_conv_gradients_kernel(
     end, columns = tl.minimum(start + SPAN, T), tl.arange(0, BD)
     weights, window = load_rows(weight, channels * W, 1, known, W), rows_from(x, batch, start - W, channels, known, T, stride, W)
     scorers = load_rows(scorer, block * (GATES * BLOCK) + columns, BLOCK, known, GATES)
+    biases, biased = load_rows(bias, channels, 1, known, BIAS), nothing(BIAS, BD)
     shares, scored, open_ = nothing(W, BD), nothing(GATES, BD), nothing(W, BD)  # the last: d_x of W tokens, as far as it is known
     for n in range(start, end + W - 1, AHEAD):
         inputs, gradients = (
@@ -162,7 +176,7 @@ def short_conv_gradients_kernel(
         for i in tl.static_range(AHEAD):
             window = moved_on(window, inputs[i], W)
             reached = reach(before, n + i, T, W, PACKED)
-            total = weighted(window, weights, reached, W, PACKED)
+            total = weighted(window, weights, biases, reached, W, BIAS, PACKED)
             gate, inner = sigmoid(total), gradients[i]
             if UNIT:
                 swish = total * gate
@@ -175,13 +189,17 @@ def short_conv_gradients_kernel(
                     summed = beside(summed, scored[j] + tl.where(n + i < end, found[j], 0.0) * swish)
                 scored = summed
             inner *= gate * (1.0 + total * (1.0 - gate))
-            shares = with_products(shares, tl.where(n + i < end, inner, 0.0), window, reached, W, PACKED)
+            own = tl.where(n + i < end, inner, 0.0)
+            shares = with_products(shares, own, window, reached, W, PACKED)
+            biased = with_term(biased, own, BIAS)
             open_ = with_products(moved_on(open_, tl.zeros([BD], tl.float32), W), inner, weights, reached, W, PACKED)
             t = n + i - (W - 1)
             tl.store(d_x + (batch * T + t) * D + channels, open_[0].to(d_x.dtype.element_ty), mask=known & (t >= start) & (t < end))
     span = batch * tl.cdiv(T, SPAN) + start // SPAN
     for i in tl.static_range(W):
         tl.store(d_weight + (span * D + channels) * W + i, shares[i], mask=known)
+    for i in tl.static_range(BIAS):
+        tl.store(d_bias + span * D + channels, biased[i], mask=known)
     for i in tl.static_range(GATES):
         tl.store(d_scorer + ((span * tl.cdiv(D, BLOCK) + block) * GATES + i) * BLOCK + columns, scored[i], mask=known)
 
@@ -198,20 +216,28 @@ def _regular(x: Tensor) -> Tensor:
 
 
 @functools.cache
-def _sizes(channels: int, width: int, packed: bool, heads: int, gates: int) -> dict[str, int]:
+def _sizes(channels: int, width: int, biased: bool, packed: bool, heads: int, gates: int) -> dict[str, int]:
     block = channels // heads if heads else CHANNELS
     columns = power_of_2(block)
     warps = max(1, columns // 256) if heads else CHANNELS // (32 * PER_THREAD)
-    given = {"W": width, "PACKED": packed, "UNIT": heads > 0, "GATES": gates // heads if heads else 0}
+    given = {"W": width, "BIAS": int(biased), "PACKED": packed, "UNIT": heads > 0, "GATES": gates // heads if heads else 0}
     return given | {"BD": columns, "BLOCK": block, "SPAN": SPAN, "AHEAD": AHEAD, "num_warps": warps}
 
 
 def _launch(
-    kernel, x: Tensor, weight: Tensor, before: Tensor | None, scorer: Tensor | None, heads: int, eps: float, *others: Tensor
+    kernel,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    before: Tensor | None,
+    scorer: Tensor | None,
+    heads: int,
+    eps: float,
+    *others: Tensor,
 ) -> None:
     (_, time, channels), gates = x.shape, 0 if scorer is None else scorer.shape[0]
-    sizes = _sizes(channels, weight.shape[1], before is not None, heads, gates)
-    args = x, weight, before, scorer, *others, x.stride(1), time, channels, eps
+    sizes = _sizes(channels, weight.shape[1], bias is not None, before is not None, heads, gates)
+    args = x, weight, bias, before, scorer, *others, x.stride(1), time, channels, eps
     launch(kernel, (_spans(x) * cdiv(channels, sizes["BLOCK"]),), args, sizes)
 
 
@@ -220,62 +246,76 @@ def _outputs(x: Tensor, scorer: Tensor | None) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty((*x.shape[:2], 0 if scorer is None else scorer.shape[0]), dtype=torch.float32)
 
 
-def forward(x: Tensor, weight: Tensor, before: Tensor | None, scorer: Tensor | None, heads: int, eps: float) -> tuple[Tensor, Tensor]:
+def forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None, scorer: Tensor | None, heads: int, eps: float
+) -> tuple[Tensor, Tensor]:
     """y, of `heads` of unit length unless that is 0, and [B,T,gates] scores, empty without a scorer [gates,K]."""
     outputs = _outputs(x, scorer)
-    _launch(short_conv_kernel, _regular(x), weight, before, scorer, heads, eps, *outputs)
+    _launch(short_conv_kernel, _regular(x), weight, bias, before, scorer, heads, eps, *outputs)
     return outputs
 
 
-def _gradients(x: Tensor, weight: Tensor, scorer: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """d_x and each span's share of d_weight and d_scorer, not filled in."""
-    shapes = (weight.shape, (0,) if scorer is None else scorer.shape)
-    shares, scored = (x.new_empty((_spans(x), *shape), dtype=torch.float32) for shape in shapes)
-    return x.new_empty(x.shape), shares, scored
+def _gradients(x: Tensor, weight: Tensor, bias: Tensor | None, scorer: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """d_x and each span's share of d_weight, d_bias and d_scorer, not filled in; those of what there is not are empty."""
+    shapes = ((0,) if y is None else y.shape for y in (weight, bias, scorer))
+    shares, biased, scored = (x.new_empty((_spans(x), *shape), dtype=torch.float32) for shape in shapes)
+    return x.new_empty(x.shape), shares, biased, scored
 
 
 def backward(
-    d_y: Tensor, d_scores: Tensor, x: Tensor, weight: Tensor, before: Tensor | None, scorer: Tensor | None, heads: int, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    gradients, given = _gradients(x, weight, scorer), (d_y.contiguous(), d_scores.contiguous())
-    _launch(short_conv_gradients_kernel, _regular(x), weight, before, scorer, heads, eps, *given, *gradients)
+    d_y: Tensor,
+    d_scores: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    before: Tensor | None,
+    scorer: Tensor | None,
+    heads: int,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    gradients, given = _gradients(x, weight, bias, scorer), (d_y.contiguous(), d_scores.contiguous())
+    _launch(short_conv_gradients_kernel, _regular(x), weight, bias, before, scorer, heads, eps, *given, *gradients)
     return gradients
 
 
-_forward = define_op("short_conv", forward, lambda x, weight, before, scorer, heads, eps: _outputs(x, scorer))
-_backward = define_op(
-    "short_conv_backward", backward, lambda d_y, d_scores, x, weight, before, scorer, heads, eps: _gradients(x, weight, scorer)
-)
+def fake_backward(d_y, d_scores, x, weight, bias, before, scorer, heads, eps):
+    return _gradients(x, weight, bias, scorer)
+
+
+_forward = define_op("short_conv", forward, lambda x, weight, bias, before, scorer, heads, eps: _outputs(x, scorer))
+_backward = define_op("short_conv_backward", backward, fake_backward)
 
 
 class ShortConv(torch.autograd.Function):
     """y, and scores if there is a scorer. Saves its inputs."""
 
     @staticmethod
-    def forward(ctx, x, weight, before, scorer, heads, eps):
-        y, scores = _forward(x, weight, before, scorer, heads, eps)
-        ctx.save_for_backward(x, weight, before, scorer)
+    def forward(ctx, x, weight, bias, before, scorer, heads, eps):
+        y, scores = _forward(x, weight, bias, before, scorer, heads, eps)
+        ctx.save_for_backward(x, weight, bias, before, scorer)
         ctx.heads, ctx.eps = heads, eps
         return y if scorer is None else (y, scores)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_y, d_scores=None):
-        x, weight, before, scorer = ctx.saved_tensors
+        x, weight, bias, before, scorer = ctx.saved_tensors
         d_scores = d_y.new_empty(0) if d_scores is None else d_scores
-        d_x, shares, scored = _backward(d_y, d_scores, x, weight, before, scorer, ctx.heads, ctx.eps)
+        d_x, shares, biased, scored = _backward(d_y, d_scores, x, weight, bias, before, scorer, ctx.heads, ctx.eps)
         d_weight = shares.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        d_scorer = scored.sum(0).to(scorer.dtype) if ctx.needs_input_grad[3] else None
-        return d_x, d_weight, None, d_scorer, None, None
+        d_bias = biased.sum(0).to(bias.dtype) if ctx.needs_input_grad[2] else None
+        d_scorer = scored.sum(0).to(scorer.dtype) if ctx.needs_input_grad[4] else None
+        return d_x, d_weight, d_bias, None, d_scorer, None, None
 
 
-def short_conv(x: Tensor, weight: Tensor, before: Tensor | None) -> Tensor:
-    """silu of the causal depthwise convolution of x [B,T,D] with weight [D,W]; `before` [T] counts a packed token's predecessors."""
-    return ShortConv.apply(x, weight.contiguous(), before, None, 0, 0.0)
+def short_conv(x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None) -> Tensor:
+    """silu of the causal depthwise convolution of x [B,T,D] with weight [D,W] and bias [D]; `before` [T] counts a packed token's
+    predecessors."""
+    return ShortConv.apply(x, weight.contiguous(), bias, before, None, 0, 0.0)
 
 
 def unit_conv(x: Tensor, weight: Tensor, before: Tensor | None, scorer: Tensor | None, heads: int) -> tuple[Tensor, Tensor | None]:
     """As `short_conv`, then each of the heads scaled to unit length; and their scores [B,T,gates] before that, by scorer [gates,K]."""
     if scorer is None:
-        return ShortConv.apply(x, weight.contiguous(), before, None, heads, EPS), None
-    return ShortConv.apply(x, weight.contiguous(), before, scorer.contiguous(), heads, EPS)
+        return ShortConv.apply(x, weight.contiguous(), None, before, None, heads, EPS), None
+    return ShortConv.apply(x, weight.contiguous(), None, before, scorer.contiguous(), heads, EPS)

@@ -52,6 +52,8 @@ class Convolution:
 
     taps: Sequence[Tensor]
     """[channels, width] for each of queries, keys and values."""
+    biases: Sequence[Tensor | None]
+    """[channels], if they have them."""
     past: Tensor
     """[rows, width - 1, channels of all] the last inputs, moved on in place."""
 
@@ -101,13 +103,15 @@ def factors(x, norm, swish, column, inside, channel, in_norm):
 
 
 @triton.jit
-def convolve(y, taps, past, n, channel, rows, inside, C: tl.constexpr, W: tl.constexpr):
-    """silu(Σ_i taps_i input_i) with y [rows, outputs] as the last input; the past moves on by one."""
+def convolve(y, taps, bias, past, n, channel, there, rows, inside, C: tl.constexpr, W: tl.constexpr):
+    """silu(bias + Σ_i taps_i input_i) with y [rows, outputs] as the last input; the past moves on by one."""
     slots = past + rows[:, None].to(tl.int64) * ((W - 1) * C) + channel[None, :]
-    total = y * tl.load(taps + n * W + W - 1, mask=channel < C, other=0.0).to(tl.float32)[None, :]
+    total = y * tl.load(taps + n * W + W - 1, mask=there, other=0.0).to(tl.float32)[None, :]
+    if bias is not None:
+        total += tl.load(bias + n, mask=there, other=0.0).to(tl.float32)[None, :]
     for i in tl.static_range(W - 1):
         earlier = tl.load(slots + i * C, mask=inside, other=0.0)
-        total += earlier.to(tl.float32) * tl.load(taps + n * W + i, mask=channel < C, other=0.0).to(tl.float32)[None, :]
+        total += earlier.to(tl.float32) * tl.load(taps + n * W + i, mask=there, other=0.0).to(tl.float32)[None, :]
         tl.debug_barrier()  # every thread has read a slot before one writes it
         if i > 0:
             tl.store(slots + (i - 1) * C, earlier, mask=inside)
@@ -133,7 +137,7 @@ def store_scores(
 
 @triton.jit
 def finish(
-    y, residual, taps, past, score, sums, out, number, before, outputs, rows, M, N,
+    y, residual, taps, biases, past, score, sums, out, number, before, outputs, rows, M, N,
     OUTPUTS: tl.constexpr, C: tl.constexpr, W: tl.constexpr, TIMES: tl.constexpr, HEAD: tl.constexpr, PART: tl.constexpr,
     KEY_HEADS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -144,12 +148,17 @@ def finish(
     if residual is not None:
         y += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
     if C > 0:
-        own = taps[0]
+        own, bias = taps[0], biases[0]
         if before >= OUTPUTS[0]:
             own = taps[1]
+            if biases[1] is not None:
+                bias = biases[1]
         if before >= OUTPUTS[0] + OUTPUTS[1]:
             own = taps[2]
-        convolved = convolve(y, own, past, n, before + n, rows, inside & (before + n < C)[None, :], C, W)
+            if biases[2] is not None:
+                bias = biases[2]
+        there = (n < outputs) & (before + n < C)
+        convolved = convolve(y, own, bias, past, n, before + n, there, rows, inside & there[None, :], C, W)
         y = tl.where((before + n < C)[None, :], convolved, y)
     if score[0] is not None:
         if before < OUTPUTS[0]:
@@ -163,7 +172,8 @@ def finish(
 
 @triton.jit
 def row_kernel(
-    x, norm, swish, read, w0, w1, w2, w3, w4, w5, w6, w7, residual, t0, t1, t2, past, read_weight, write_weight, sums, out, N, eps,
+    x, norm, swish, read, w0, w1, w2, w3, w4, w5, w6, w7, residual, t0, t1, t2, b0, b1, b2, past, read_weight, write_weight, sums, out,
+    N, eps,
     OUTPUTS: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
     TIMES: tl.constexpr, HEAD: tl.constexpr, PART: tl.constexpr, KEY_HEADS: tl.constexpr,
     PAIR: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr, BC: tl.constexpr, EARLY: tl.constexpr,
@@ -192,15 +202,15 @@ def row_kernel(
     if PAIR:
         y = y * tl.sigmoid(y) * tl.sum(tl.sum(second.to(tl.float32) * product[None, :, :], 2), 1)
     finish(
-        y[None, :], residual, (t0, t1, t2), past, (read_weight, write_weight), sums, out, number, before, outputs, tl.arange(0, 1), 1, N,
-        OUTPUTS, C, W, TIMES, HEAD, PART, KEY_HEADS, 1, BN,
+        y[None, :], residual, (t0, t1, t2), (b0, b1, b2), past, (read_weight, write_weight), sums, out, number, before, outputs,
+        tl.arange(0, 1), 1, N, OUTPUTS, C, W, TIMES, HEAD, PART, KEY_HEADS, 1, BN,
     )  # fmt: skip
 
 
 @triton.jit
 def few_rows_kernel(
-    x, norm, swish, read, w0, w1, w2, w3, w4, w5, w6, w7, residual, t0, t1, t2, past, read_weight, write_weight, sums, out, N, eps,
-    x_stride, swish_stride, M,
+    x, norm, swish, read, w0, w1, w2, w3, w4, w5, w6, w7, residual, t0, t1, t2, b0, b1, b2, past, read_weight, write_weight, sums, out,
+    N, eps, x_stride, swish_stride, M,
     OUTPUTS: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
     TIMES: tl.constexpr, HEAD: tl.constexpr, PART: tl.constexpr, KEY_HEADS: tl.constexpr,
     PAIR: tl.constexpr, SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr, BC: tl.constexpr, EARLY: tl.constexpr,
@@ -240,7 +250,7 @@ def few_rows_kernel(
     if PAIR:
         y = y * tl.sigmoid(y) * (scale * tl.sum(tl.dot(product, tl.permute(t_w2, (0, 2, 1)), input_precision="ieee"), 0))
     finish(
-        y, residual, (t0, t1, t2), past, (read_weight, write_weight), sums, out, number, before, outputs, rows, M, N,
+        y, residual, (t0, t1, t2), (b0, b1, b2), past, (read_weight, write_weight), sums, out, number, before, outputs, rows, M, N,
         OUTPUTS, C, W, TIMES, HEAD, PART, KEY_HEADS, BM, BN,
     )  # fmt: skip
 
@@ -284,7 +294,7 @@ def prefetch(weight, n, outputs, K: tl.constexpr, LINE: tl.constexpr, LINES: tl.
 
 @triton.jit
 def rows_kernel(
-    x, w0, w1, w2, w3, w4, w5, w6, w7, residual, t0, t1, t2, past, read_weight, write_weight, sums, out, N, x_stride, M,
+    x, w0, w1, w2, w3, w4, w5, w6, w7, residual, t0, t1, t2, b0, b1, b2, past, read_weight, write_weight, sums, out, N, x_stride, M,
     OUTPUTS: tl.constexpr, K: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
     TIMES: tl.constexpr, HEAD: tl.constexpr, PART: tl.constexpr, KEY_HEADS: tl.constexpr,
     PAIR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr,
@@ -315,7 +325,7 @@ def rows_kernel(
     if PAIR:
         y = y * tl.sigmoid(y) * y_2
     finish(
-        y, residual, (t0, t1, t2), past, (read_weight, write_weight), sums, out, number, before, outputs, rows, M, N,
+        y, residual, (t0, t1, t2), (b0, b1, b2), past, (read_weight, write_weight), sums, out, number, before, outputs, rows, M, N,
         OUTPUTS, C, W, TIMES, HEAD, PART, KEY_HEADS, BM, BN,
     )  # fmt: skip
 
@@ -381,9 +391,10 @@ def linear(
     out = x.new_empty(rows, sum(outputs), dtype=weights[0].dtype if dtype is None else dtype)
     constants: dict[str, Any] = {"OUTPUTS": outputs, "K": width}
     taps: Sequence[Tensor | None] = (None, None, None)
+    biases: Sequence[Tensor | None] = taps
     past, shape = None, {"C": 0, "W": 0}
     if convolution is not None:
-        taps, past = convolution.taps, convolution.past
+        taps, biases, past = convolution.taps, convolution.biases, convolution.past
         shape = {"C": past.shape[2], "W": past.shape[1] + 1}
     scorers: tuple[Tensor | None, Tensor | None] = (None, None)
     sums, part = None, 1
@@ -394,7 +405,7 @@ def linear(
         head = {"TIMES": sums.shape[2] // scores.key_heads, "HEAD": outputs[0] // scores.key_heads}
         shape |= head | {"PART": part, "KEY_HEADS": scores.key_heads}
     matrices = (*weights, *[None] * (MOST_MATRICES - len(weights)))
-    after = (residual, *taps, past, *scorers, sums, out, sum(outputs))
+    after = (residual, *taps, *biases, past, *scorers, sums, out, sum(outputs))
     size, groups = weights[0].element_size(), 1 if source.norm is None else source.groups
     before = (x, source.norm, source.swish, source.read, *matrices, *after, source.eps)
     held = constants | {"GROUPS": groups, "HEADS": 1 if source.read is None else source.read.shape[1]} | shape | {"PAIR": pair}

@@ -1,8 +1,10 @@
-"""One decoding step of a recurrent mixer in one kernel: from a token's projections to what its heads read, the state moved on in place."""
+"""One decoding step of a recurrent mixer in one kernel: from a token's projections to what its heads read, the state moved on in place;
+and, where a mixer has it, norm and gate of what was read in a second.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -14,6 +16,9 @@ from headmax.layers.triton_launch import early, wait_for_previous
 from headmax.ops.launch import launch
 from headmax.ops.triton_step import add_both, advance, unit_length, value_tile
 from headmax.ops.triton_tiles import cdiv, power_of_2
+
+GATED = 4096
+"""Entries of a gate's matrix that a program holds."""
 
 
 @triton.jit
@@ -83,15 +88,17 @@ def own_gates(
 
 @triton.jit
 def mixer_step_kernel(
-    projected, sums, state, out, read_out, cos, sin, decay_weight, decay_bias,
-    stride, angle_stride, temperature, gate_scale, normalizer, scale,
-    Q: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, DECAYS: tl.constexpr, BETAS: tl.constexpr,
+    projected, sums, state, out, read_out, cos, sin, decays, decay_weight, decay_bias, skip,
+    stride, angle_stride, decay_stride, temperature, gate_scale, normalizer, scale,
+    Q: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, SWISH: tl.constexpr, BETAS: tl.constexpr,
     READS: tl.constexpr, WRITES: tl.constexpr,
     H: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RANK: tl.constexpr, PARTS: tl.constexpr,
     DECAY: tl.constexpr, FEATURE: tl.constexpr, KIND: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """BV value channels of one head of one sequence. `projected` has a row per sequence; Q, KEYS, ... say where each part of it starts."""
+    """BV value channels of one head of one sequence. `projected` has a row per sequence; Q, KEYS, ... say where each part of it starts,
+    SWISH where a gate that comes before the norm does, or -1.
+    """
     head, sequence = tl.program_id(1), tl.program_id(2).to(tl.int64)
     channel, column = tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV)
     inside, key_head = channel < K, head // (H // KEY_HEADS)
@@ -105,7 +112,9 @@ def mixer_step_kernel(
         bias = tl.load(decay_bias + at, mask=inside, other=0.0)  # [BK]
         in_rank = (ranks[:, None] < RANK) & inside[None, :]
         rise = tl.load(decay_weight + at[None, :] * RANK + ranks[:, None], mask=in_rank, other=0.0)  # [BR, BK]
-    elif DECAY == "delta":
+    elif DECAY == "channel delta":
+        bias, rise = tl.load(decay_bias + at, mask=inside, other=0.0), tl.load(decay_weight + head)  # [BK], a number
+    elif DECAY == "delta" or DECAY == "step":
         bias, rise = tl.load(decay_bias + head), tl.load(decay_weight + head)
     wait_for_previous(EARLY)
     row = projected + sequence * stride
@@ -137,28 +146,49 @@ def mixer_step_kernel(
     if DECAY == "retnet":
         decay = 1.0 - tl.exp2(-5.0 - head)
     elif DECAY == "channel":
-        low = tl.load(row + DECAYS + ranks, mask=ranks < RANK, other=0.0).to(tl.float32)
+        low = tl.load(decays + sequence * decay_stride + ranks, mask=ranks < RANK, other=0.0).to(tl.float32)
         x = bias.to(tl.float32) + tl.sum(low[:, None] * rise.to(tl.float32), 0)
         log_sigmoid = tl.minimum(x, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(x)))
         decay = tl.exp(log_sigmoid / normalizer)
-    elif DECAY == "delta":
-        x = tl.load(row + DECAYS + head).to(tl.float32) + bias.to(tl.float32)
+    elif DECAY == "delta" or DECAY == "channel delta" or DECAY == "step":
+        if DECAY == "channel delta":
+            x = tl.load(decays + sequence * decay_stride + at, mask=inside, other=0.0)  # [BK]
+        else:
+            x = tl.load(decays + sequence * decay_stride + head)
+        x = x.to(tl.float32) + bias.to(tl.float32)
         softplus = tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
         decay = tl.exp(-tl.exp(rise.to(tl.float32)) * softplus)
-        beta = tl.sigmoid(tl.load(row + BETAS + head).to(tl.float32))
+        if DECAY == "step":
+            write *= softplus
+        else:
+            beta = tl.sigmoid(tl.load(row + BETAS + head).to(tl.float32))
     memory, o = advance(memory.to(tl.float32), q, k, v, decay, beta, read * scale, write, DECAY)
+    if skip is not None:
+        o += tl.load(skip + head).to(tl.float32) * v
+    if SWISH >= 0:
+        gate = tl.load(row + SWISH + head * V + column, mask=column < V, other=0.0).to(tl.float32)
+        o *= gate * tl.sigmoid(gate)
     tl.store(tile, memory.to(state.dtype.element_ty), mask=there)
     tl.store(out + (sequence * H + head) * V + column, o, mask=column < V)
+
+
+class Decay(NamedTuple):
+    """What a decay is made from."""
+
+    x: Tensor | None
+    """[rows, ...], of the token."""
+    weight: Tensor | None
+    bias: Tensor | None
 
 
 def mixer_step(
     projected: Tensor,
     sums: Tensor | None,
     state: Tensor,
-    key_heads: int,
     rotary: Rotary | None,
-    decay: tuple[Tensor | None, Tensor | None],
-    numbers: tuple[float, float, float],
+    decay: Decay,
+    skip: Tensor | None,
+    numbers: tuple[float, float, float, float],
     constants: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
     """What every head reads [rows, H * V] in float32, and the read gates [rows, H] where they come after the norm.
@@ -167,8 +197,8 @@ def mixer_step(
         projected: [rows, ...], the parts of a row where the constants say.
         sums: [rows, 2, H, parts], the gates' scores, if `projected` does not hold them.
         state: [rows, H, K, V], moved on in place.
-        decay: weight and bias of what the decay is made from.
-        numbers: temperature and scale of the gates, and what divides log-decays.
+        skip: [H], what a head reads of its value directly.
+        numbers: temperature and scale of the gates, what divides log-decays, and the scale of queries.
     """
     rows, heads, key, value = state.shape
     width, warps = value_tile(rows * heads, value, state.device)
@@ -177,11 +207,53 @@ def mixer_step(
     read = out.new_empty(rows, heads) if constants["READ"] == "after_norm" else None
     angles = (None, None) if rotary is None else rotary
     angle_stride = 0 if rotary is None or len(rotary[0]) == 1 else key // 2  # all rows may share their position
-    sizes = {"H": heads, "KEY_HEADS": key_heads, "K": key, "V": value, "PARTS": parts, "BK": max(16, power_of_2(key)), "BV": width,
+    strides = projected.stride(0), angle_stride, 0 if decay.x is None else decay.x.stride(0)
+    sizes = {"H": heads, "K": key, "V": value, "PARTS": parts, "BK": max(16, power_of_2(key)), "BV": width,
              "BH": power_of_2(heads), "BR": power_of_2(constants["RANK"]), "BP": power_of_2(parts), "num_warps": warps}  # fmt: skip
     launch(
         mixer_step_kernel, (blocks, heads, rows),
-        (projected, sums, state, out, read, *angles, *decay, projected.stride(0), angle_stride, *numbers, key**-0.5),
+        (projected, sums, state, out, read, *angles, *decay, skip, *strides, *numbers),
         constants | sizes | early(state.device),
     )  # fmt: skip
     return out, read
+
+
+@triton.jit
+def gated_norm_kernel(
+    o, low, weight, norm, read, out, low_stride, eps,
+    H: tl.constexpr, V: tl.constexpr, RANK: tl.constexpr, GROUP: tl.constexpr, BV: tl.constexpr, BR: tl.constexpr, BG: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """BV channels of one head of one row: norm(o) sigmoid(weight low), times a read gate. GROUP channels are normalised together."""
+    head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    column, ranks, channel = tl.program_id(0) * BV + tl.arange(0, BV), tl.arange(0, BR), tl.arange(0, BG)
+    there, at = column < V, head * V + column
+    inside = there[:, None] & (ranks[None, :] < RANK)
+    t_w = tl.load(weight + at[:, None] * RANK + ranks[None, :], mask=inside, other=0.0)  # [BV, BR]
+    wait_for_previous(EARLY)
+    t_l = tl.load(low + row * low_stride + ranks, mask=ranks < RANK, other=0.0)  # [BR]
+    x = tl.load(o + row * (H * V) + at, mask=there, other=0.0)  # [BV]
+    x *= tl.sigmoid(tl.sum(t_w.to(tl.float32) * t_l.to(tl.float32)[None, :], 1))
+    if norm is not None:
+        first = head * V // GROUP * GROUP
+        group = tl.load(o + row * (H * V) + first + channel, mask=channel < GROUP, other=0.0)  # [BG]
+        x *= tl.rsqrt(tl.sum(group * group, 0) / GROUP + eps) * tl.load(norm + at - first, mask=there, other=0.0).to(tl.float32)
+    if read is not None:
+        x *= tl.load(read + row * H + head)
+    tl.store(out + row * (H * V) + at, x.to(out.dtype.element_ty), mask=there)
+
+
+def gated_norm(
+    o: Tensor, low: Tensor, weight: Tensor, heads: int, read: Tensor | None, norm: Tensor | None = None, eps: float = 0.0, groups: int = 1
+) -> Tensor:
+    """What heads read, o [rows, H * V] in float32, normalised in `groups` parts, times sigmoid(low @ weight.T) and read gates [rows, H];
+    [rows, H * V] in the dtype of weight."""
+    (rows, width), rank = o.shape, weight.shape[1]
+    out, value, ranks = o.new_empty(rows, width, dtype=weight.dtype), width // heads, power_of_2(rank)
+    block = max(1, min(power_of_2(value), GATED // ranks))
+    sizes = {"H": heads, "V": value, "RANK": rank, "GROUP": width // groups, "BV": block, "BR": ranks, "BG": power_of_2(width // groups)}
+    launch(
+        gated_norm_kernel, (cdiv(value, block), heads, rows), (o, low, weight, norm, read, out, low.stride(0), eps),
+        sizes | {"num_warps": 4} | early(o.device),
+    )  # fmt: skip
+    return out

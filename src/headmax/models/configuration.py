@@ -66,8 +66,8 @@ class HeadmaxConfig(PreTrainedConfig):
     auto_map = AUTO_MAP
 
     mixer: str | MixerConfig | list[str | MixerConfig] = "gla"
-    """"linear", "retnet", "gla", "gated_deltanet", "attention", or a list with one entry per layer; in Python also a mixer's own settings,
-    such as GLAConfig(decay_rank=32)."""
+    """"linear", "retnet", "gla", "gated_deltanet", "kda", "mamba2", "attention", or a list with one entry per layer; in Python also a
+    mixer's own settings, such as GLAConfig(decay_rank=32)."""
     hidden_size: int = 1024
     """Width of the residual stream."""
     num_hidden_layers: int = 24
@@ -79,22 +79,23 @@ class HeadmaxConfig(PreTrainedConfig):
     head_gate: HeadGateConfig | dict | None = None
     """The softmax over heads; None is the plain backbone."""
     head_k_dim: int | None = None
-    """Width of a head's query and key: hidden_size / heads unless given, half of that for GLA and Gated DeltaNet.
+    """Width of a head's query and key: hidden_size / heads unless given, half of that for GLA and Gated DeltaNet, 128 for Mamba-2.
     In a hybrid this is the width of the recurrent layers; attention layers keep hidden_size / heads."""
     head_v_dim: int | None = None
-    """Width of a head's value: hidden_size / heads unless given, twice that for RetNet."""
+    """Width of a head's value: hidden_size / heads unless given, twice that for RetNet and Mamba-2."""
     num_v_heads: int | None = None
     """Number of value heads, if more than key heads (Gated DeltaNet)."""
     mlp_ratio: float | None = None
-    """Width of the SwiGLU layer as a multiple of hidden_size, before the usual factor 2/3: 4 unless given, 2 for RetNet."""
+    """Width of the SwiGLU layer as a multiple of hidden_size, before the usual factor 2/3: 4 unless given, 2 for RetNet, 3 for Mamba-2."""
     intermediate_size: int | None = None
     """Width of the SwiGLU layer; overrides mlp_ratio."""
     conv_size: int | None = None
-    """Width of the short convolution on q, k and v; 0 for none. Unless given, 4 for Gated DeltaNet and none elsewhere."""
+    """Width of the short convolution on q, k and v; 0 for none. Unless given, 4 for Gated DeltaNet, KDA and Mamba-2, none elsewhere."""
     feature_map: str | None = None
     """Feature map on q and k of linear, RetNet and GLA: "identity" (unless given), "relu", "elu", "silu", "softmax"."""
     output_norm: str = "head"
-    """Norm of the read-out: per head, as in the original backbones; joint over all heads; or none."""
+    """Norm of the read-out: per head, as in the original backbones; joint over all heads; or none. Mamba-2's is joint unless
+    Mamba2Config says otherwise."""
     norm_eps: float = 1e-6
     """Epsilon of every norm, added to the mean square."""
     rotary_base: float = 10_000.0

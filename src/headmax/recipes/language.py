@@ -43,17 +43,17 @@ def train_config(scale: str) -> TrainConfig:
 
 
 def recipe(backbone: str, scale: str, *, softmax: bool = False, num_heads: int | None = None) -> Recipe:
-    """`backbone` at `scale`, with the paper's gates if `softmax`; `num_heads` gives the heads study."""
+    """`backbone` at `scale`, with its recipes' gates if `softmax`; `num_heads` gives the heads study."""
     layers, hidden = SCALES[scale]
     name = named(softmax, backbone, scale) + (f"-h{num_heads}" if num_heads else "")
     kind = backbones()[backbone]
-    heads = 4 if kind.recipe_head_dim is None else max(4, hidden // kind.recipe_head_dim)
+    heads = 4 if kind.hidden_per_head is None else max(4, hidden // kind.hidden_per_head)
     model = HeadmaxConfig(
         mixer=kind.name,
         hidden_size=hidden,
         num_hidden_layers=layers,
         num_heads=num_heads or heads,
-        head_gate=HeadGateConfig() if softmax else None,
+        head_gate=kind.recipe_gate if softmax else None,
     )
     return Recipe(name, model, train_config(scale))
 

@@ -45,10 +45,10 @@ def recall_training(task: MQAR, *, steps: int, seed: int = 0, lr: float = 3e-3, 
 
 
 def recall(backbone: str, *, softmax: bool = False) -> Recipe:
-    """`backbone` on 16 pairs, with the paper's gates if `softmax`."""
+    """`backbone` on 16 pairs, with its recipes' gates if `softmax`."""
     task = MQAR()
-    mixer = next(kind.name for kind in MIXERS.values() if kind.recipe == backbone)
-    model = recall_model(mixer, task, head_gate=HeadGateConfig() if softmax else None, num_heads=4)
+    kind = next(kind for kind in MIXERS.values() if kind.recipe == backbone)
+    model = recall_model(kind.name, task, head_gate=kind.recipe_gate if softmax else None, num_heads=4)
     return Recipe(f"mqar-{'softmax-' if softmax else ''}{backbone}", model, recall_training(task, steps=2000), task)
 
 

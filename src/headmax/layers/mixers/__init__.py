@@ -7,9 +7,18 @@ from headmax.layers.mixers.gated_deltanet import GatedDeltaNet, GatedDeltaNetCon
 from headmax.layers.mixers.gla import GatedLinearAttention, GLAConfig
 from headmax.layers.mixers.kda import KDAConfig, KimiDeltaAttention
 from headmax.layers.mixers.linear import LinearAttention, LinearAttentionConfig
+from headmax.layers.mixers.mamba2 import Mamba2, Mamba2Config
 from headmax.layers.mixers.retnet import RetNet, RetNetConfig
 
-KINDS: tuple[type[MixerConfig], ...] = (AttentionConfig, LinearAttentionConfig, RetNetConfig, GLAConfig, GatedDeltaNetConfig, KDAConfig)
+KINDS: tuple[type[MixerConfig], ...] = (
+    AttentionConfig,
+    LinearAttentionConfig,
+    RetNetConfig,
+    GLAConfig,
+    GatedDeltaNetConfig,
+    KDAConfig,
+    Mamba2Config,
+)
 MIXERS: dict[str, type[MixerConfig]] = {kind.name: kind for kind in KINDS}
 """Every kind of mixer by name. One of your own: `MIXERS["mine"] = MineConfig`, in a module that your package names as an entry point of
 the group "headmax.mixers" (docs/ecosystem.md)."""
@@ -26,6 +35,8 @@ __all__ = [
     "KimiDeltaAttention",
     "LinearAttention",
     "LinearAttentionConfig",
+    "Mamba2",
+    "Mamba2Config",
     "MixerConfig",
     "MixerOutput",
     "RecurrentMixer",

@@ -79,8 +79,9 @@ class RecurrentSlots(NamedTuple):
 class StepTerms(NamedTuple):
     """What a fused decoding step must know of a mixer, besides what all mixers share."""
 
-    decay: Literal["none", "retnet", "channel", "delta"]
-    """Of the state: none, RetNet's per head, GLA's per channel, or the delta rule with its own."""
+    decay: Literal["none", "retnet", "channel", "delta", "channel delta", "step"]
+    """Of the state: none, RetNet's per head, GLA's per channel, the delta rule with one per head or per channel, or Mamba-2's, whose step
+    is also a write gate."""
     feature: str
     """What becomes of q and k: the name of a feature map, or "unit_length"."""
     projections: tuple[nn.Linear, ...] = ()
@@ -88,6 +89,16 @@ class StepTerms(NamedTuple):
     decay_weight: Tensor | None = None
     decay_bias: Tensor | None = None
     normalizer: float = 1.0
+    decay_up: nn.Linear | None = None
+    """Raises the first projection to every key channel: GLA's in the step's kernel, KDA's as a product of its own."""
+    gate: tuple[nn.Linear, nn.Linear] | None = None
+    """Two narrow matrices whose product's sigmoid is a gate after the norm."""
+    skip: Tensor | None = None
+    """[heads] how much of its value a head reads directly."""
+    swish_first: bool = False
+    """Whether the swish gate comes before the norm."""
+    scale: float | None = None
+    """Of queries: 1 / sqrt(key) unless given."""
 
 
 class MixerOutput(NamedTuple):
@@ -105,7 +116,7 @@ class MixerOutput(NamedTuple):
 
 
 class Recurrence(NamedTuple):
-    """What a mixer runs: an op, its inputs by position, and its own options; gates, state and packing come from the mixer."""
+    """What a mixer runs: an op, its inputs by position, and its own options, before which gates, backend, state and packing are added."""
 
     op: Op
     inputs: tuple[Tensor, ...]
@@ -195,17 +206,19 @@ class RecurrentMixer(Initialized):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        self.config, self.num_heads, self.num_v_heads = config, num_heads, config.value_heads(num_heads)
-        self.head_k_dim = head_width("head_k_dim", config.head_k_dim, int(config.expand_k * hidden_size), num_heads)
+        self.config, self.num_heads, self.num_v_heads = config, config.key_heads(num_heads), config.value_heads(num_heads)
+        self.head_k_dim = head_width("head_k_dim", config.head_k_dim, int(config.expand_k * hidden_size), self.num_heads)
         self.head_v_dim = head_width("head_v_dim", config.head_v_dim, int(config.expand_v * hidden_size), self.num_v_heads)
         self.conv_size, self.backend = config.conv_size, backend
-        key, value = num_heads * self.head_k_dim, self.num_v_heads * self.head_v_dim
+        key, value = self.num_heads * self.head_k_dim, self.num_v_heads * self.head_v_dim
         self.q_proj = nn.Linear(hidden_size, key, bias=False)
         self.k_proj = nn.Linear(hidden_size, key, bias=False)
         self.v_proj = nn.Linear(hidden_size, value, bias=False)
         self.g_proj = nn.Linear(hidden_size, value, bias=False) if config.output_gate else None
         self.o_proj = nn.Linear(value, hidden_size, bias=False)
-        self.convs = nn.ModuleList(ShortConvolution(width, config.conv_size) for width in (key, key, value)) if config.conv_size else None
+        self.convs: nn.ModuleList | None = None
+        if config.conv_size:
+            self.convs = nn.ModuleList(ShortConvolution(width, config.conv_size, config.conv_bias) for width in (key, key, value))
         self.output_norm = OutputNorm(config.output_norm, self.num_v_heads, self.head_v_dim, norm_eps, backend)
         self.head_gate: HeadGate | None = None
         self.read_after_norm = False
@@ -228,7 +241,7 @@ class RecurrentMixer(Initialized):
         norm = self.output_norm
         return (
             intact(*(getattr(self, name) for name in ("q_proj", *self.side, *self.single) if getattr(self, name) is not None))
-            and intact(*(self.convs or ()), kind=ShortConvolution)
+            and intact(*(self.convs or ()), kind=ShortConvolution, bias=True)
             and intact(norm, kind=OutputNorm)
             and (norm.kind == "none" or intact(norm.norm, kind=RMSNorm))
         )
@@ -258,7 +271,7 @@ class RecurrentMixer(Initialized):
         p = self.project(x, state=state, return_state=keep, positions=positions, packing=packing, weights=weights)
         op, inputs, options = self.recurrence(p)
         query_gate, norm_gate = (None, p.read) if self.read_after_norm else (p.read, None)
-        options = {**options, "read_gate": query_gate, "write_gate": p.write, "backend": self.backend}
+        options = {"read_gate": query_gate, "write_gate": p.write, "backend": self.backend, **options}
         new_state: RecurrentState | RecurrentSlots | None
         if isinstance(state, RecurrentSlots):
             o, new_state = step(op, *inputs, state=state.recurrent, **options), state.moved_on(p.conv)
@@ -266,7 +279,7 @@ class RecurrentMixer(Initialized):
             initial = None if state is None else state.recurrent
             o, recurrent = op(*inputs, initial_state=initial, return_state=keep, cu_seqlens=packing, **options)
             new_state = None if recurrent is None else RecurrentState(recurrent, p.conv, p.tokens)
-        output = MixerOutput(self.read_out(o, p.swish, norm_gate, weights), new_state, (p.read, p.write))
+        output = MixerOutput(self.read_out(o, p, norm_gate, weights), new_state, (p.read, p.write))
         return output if padding is None else output.restored(padding)
 
     def joint(self) -> list[str]:
@@ -353,12 +366,12 @@ class RecurrentMixer(Initialized):
         """The op, and its own inputs from p's q [B,T,H,K], k [B,T,H,K], v [B,T,HV,V] and side projections."""
         raise TypeError(f"{type(self).__name__} does not define a recurrence")
 
-    def read_out(self, o: Tensor, swish: Tensor | None, read: Tensor | None, weights: Weights | None) -> Tensor:
+    def read_out(self, o: Tensor, p: Projected, read: Tensor | None, weights: Weights | None) -> Tensor:
         """What the heads read, o [B,T,HV,V], normalised, times the swish gate and a read gate that comes after the norm, projected."""
         if weights is not None and self.output_norm.kind == "head":
             norm = self.output_norm.norm
-            return read_out(o, swish, read, norm.weight, weights.single["o_proj"], norm.eps, self.backend)
-        return self.product("o_proj", apply_gates(self.output_norm(o), swish, read), weights)
+            return read_out(o, p.swish, read, norm.weight, weights.single["o_proj"], norm.eps, self.backend)
+        return self.product("o_proj", apply_gates(self.output_norm(o), p.swish, read), weights)
 
     def flops(self, length: int) -> float:
         """Of the recurrence, per token of a sequence of that length, forward."""
@@ -380,8 +393,11 @@ class RecurrentMixer(Initialized):
 
     def step_obstacle(self) -> str | None:
         """Why one token cannot run in the kernels of triton_block.py, or None."""
-        if self.step_terms() is None:
+        terms = self.step_terms()
+        if terms is None:
             return f"no kernel knows one token of {type(self).__name__}"
         if self.head_k_dim > WIDEST_KEY:
             return f"keys are at most {WIDEST_KEY} wide, got {self.head_k_dim}"
-        return None if self.fusible() else f"a part of a {type(self).__name__} block has been replaced"
+        ups = [] if terms.decay_up is None else [terms.decay_up]
+        whole = self.fusible() and intact(*ups, bias=terms.decay == "channel")
+        return None if whole else f"a part of a {type(self).__name__} block has been replaced"

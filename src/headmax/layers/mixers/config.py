@@ -40,8 +40,10 @@ class MixerConfig:
     """In names of recipes: "gdn"."""
     language: ClassVar[bool] = True
     """Whether there are language-model recipes of it, beside those of recall."""
-    recipe_head_dim: ClassVar[int | None] = None
-    """Width of the heads in its language-model recipes, at least 4 of them; unless given there are 4, as in the paper."""
+    hidden_per_head: ClassVar[int | None] = None
+    """Channels of the hidden size to a head in its language-model recipes, of at least 4 heads; 4 unless given, as in the paper."""
+    recipe_gate: ClassVar[HeadGateConfig] = HeadGateConfig()
+    """The gates of its recipes `softmax-*`: the paper's."""
     gated: ClassVar[bool] = True
     """Whether it takes head gates."""
     mlp_ratio: ClassVar[float] = 4.0
@@ -89,6 +91,8 @@ class RecurrentConfig(MixerConfig):
     """and of all values."""
     output_gate: ClassVar[bool] = True
     """Whether the output has a swish gate."""
+    conv_bias: ClassVar[bool] = False
+    """Whether the short convolutions have a bias."""
 
     head_k_dim: Width | None = None
     """Width of a head's query and key."""
@@ -99,7 +103,12 @@ class RecurrentConfig(MixerConfig):
     output_norm: OutputNormKind = "head"
     """Norm of the read-out: per head, as in the original backbones; joint over all heads; or none."""
 
+    def key_heads(self, num_heads: int) -> int:
+        """Heads of queries and keys in a model of so many heads,"""
+        return num_heads
+
     def value_heads(self, num_heads: int) -> int:
+        """and those of values."""
         return num_heads
 
 

@@ -53,5 +53,5 @@ class GatedLinearAttention(RecurrentMixer):
         return Recurrence(gla, (self.feature_map(p.q), self.feature_map(p.k), p.v, log_decay))
 
     def step_terms(self) -> StepTerms:
-        up = self.decay_up_proj
-        return StepTerms("channel", self.config.feature_map, (self.decay_down_proj,), up.weight, up.bias, self.config.decay_normalizer)
+        normalizer, up = self.config.decay_normalizer, self.decay_up_proj
+        return StepTerms("channel", self.config.feature_map, (self.decay_down_proj,), normalizer=normalizer, decay_up=up)

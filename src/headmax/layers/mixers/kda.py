@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headmax.layers.mixers.base import Projected, Recurrence, RecurrentMixer, Weights
+from headmax.layers.mixers.base import Projected, Recurrence, RecurrentMixer, StepTerms, Weights
 from headmax.layers.mixers.config import ConvSize, RecurrentConfig, Shared, Width
 from headmax.layers.mixers.gated_deltanet import initial_step
 from headmax.layers.norm import apply_gates
@@ -27,7 +27,7 @@ class KDAConfig(RecurrentConfig):
     spec = SPEC
     lora_targets = ("q_proj", "k_proj", "v_proj", "o_proj", "decay_down_proj", "decay_up_proj", "b_proj", "gate_down_proj", "gate_up_proj")
     output_gate = False
-    recipe_head_dim = 128
+    hidden_per_head = 128
 
     conv_size: ConvSize = 4
     """Width of the short convolution on q, k and v; 0 for none."""
@@ -77,7 +77,12 @@ class KimiDeltaAttention(RecurrentMixer):
         log_decay, beta = -self.A_log.to(dtype).exp()[:, None] * step, p.side[1].to(dtype).sigmoid()
         return Recurrence(kda, (p.q, p.k, p.v, log_decay, beta), {"normalize_qk": True})
 
-    def read_out(self, o: Tensor, swish: Tensor | None, read: Tensor | None, weights: Weights | None) -> Tensor:
+    def read_out(self, o: Tensor, p: Projected, read: Tensor | None, weights: Weights | None) -> Tensor:
         """As for every mixer, but for the sigmoid."""
-        assert swish is not None
-        return self.product("o_proj", apply_gates(self.output_norm(o), None, read) * swish.sigmoid(), weights)
+        assert p.swish is not None
+        return self.product("o_proj", apply_gates(self.output_norm(o), None, read) * p.swish.sigmoid(), weights)
+
+    def step_terms(self) -> StepTerms:
+        gate = self.gate_down_proj, self.gate_up_proj
+        projections = self.decay_down_proj, self.b_proj
+        return StepTerms("channel delta", "unit_length", projections, self.A_log, self.dt_bias, decay_up=self.decay_up_proj, gate=gate)
