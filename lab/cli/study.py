@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
-from headmax.cli.options import Device, Folder, OutFile, OutFolder, Seconds, metavar
+from headmax.cli.options import Device, Folder, Number, OutFile, OutFolder, Seconds, Size, metavar
 
 Part = Literal["rates", "language", "placement", "after", "heads", "scaling", "gate-rates", "recall-rates", "recall", "recall-gate-rates"]
 
@@ -82,6 +82,64 @@ def collect(
     from lab.study.collect import collect
 
     print(f"lab: {collect(list(outs), data, eval_data, haystack, print)} new records")
+
+
+def data(
+    inputs: Annotated[tuple[str, ...], metavar("INPUT [INPUT ...]")],
+    /,
+    valid: Annotated[tuple[str, ...], metavar("INPUT [INPUT ...]")],
+    squad: OutFile,
+    haystack: OutFile,
+    out: OutFolder,
+    tokenizer: Annotated[str, metavar("TOKENIZER")] = "mistral",
+    piece_size: Size = 56 * 2**20,
+) -> None:
+    """Prepare the study's texts, needles and questions, in pieces; rerun to resume.
+
+    Args:
+        inputs: texts to train on, as `headmax data prepare` takes them.
+        valid: texts to validate on.
+        squad: JSON lines of context, question and answers.
+        haystack: text to hide needles in, not trained on.
+        out: folder for corpus/ and pieces/1, 2, ...; a machine that has all pieces needs no corpus/.
+        tokenizer: `mistral`, a tokenizer.json, or a folder with one.
+        piece_size: largest piece.
+    """
+    from headmax.data.prepare import PrepareConfig
+    from lab.study import corpus
+
+    config = PrepareConfig(inputs, valid, tokenizer=tokenizer, shard_tokens=corpus.SHARD_TOKENS)
+    corpus.build(config, squad, haystack, out, print)
+    corpus.pack(out, piece_size, print)
+
+
+def study_run(
+    out: OutFolder,
+    data: Folder = None,
+    records: OutFile = Path("lab/results/study.jsonl"),
+    minutes: Annotated[float, metavar("MINUTES")] = float("inf"),
+    part: Literal["language", "recall"] = "language",
+    most: Number = None,
+    split: bool = False,
+    device: Device = "auto",
+) -> None:
+    """Train, score and record what comes next in the plan; rerun to resume.
+
+    Args:
+        out: folder for trainings that were stopped; the same command goes on with them.
+        data: folder that `python -m lab study data` wrote, or its pieces; recall needs none.
+        records: file of records: what is in it is skipped, what is measured is appended.
+        minutes: start nothing that would take longer.
+        part: language models, or associative recall (MQAR).
+        most: record at most this many.
+        split: start a training that will not end in time too, to be gone on with.
+        device: where to run; auto takes a GPU if there is one.
+    """
+    from lab.study.session import Session
+
+    session = Session(data, out, records, device, 60 * minutes, split=split, say=lambda text: print(text, flush=True))
+    number = session.run(part, most)
+    print(f"lab: {records}: {number} new records")
 
 
 def theory(out: OutFolder = Path("runs/theory")) -> None:
