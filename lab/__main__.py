@@ -14,7 +14,7 @@ LAB = Program(
             Command(
                 "study data",
                 "lab.cli.study:data",
-                "Prepare the study's texts, needles and questions, and pack them in pieces; rerun to resume.",
+                "Prepare the study's texts, needles and questions, in pieces; rerun to resume.",
             ),
             Command("study run", "lab.cli.study:study_run", "Train, score and record what comes next in the plan; rerun to resume."),
             Command("theory", "lab.cli.study:theory", "Run the paper's proposition and theorems as experiments."),
