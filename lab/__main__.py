@@ -21,6 +21,7 @@ LAB = Program(
         ),
         "Pages, from records": (
             Command("readme", "lab.cli.pages:readme", "Render the generated sections of the README and the docs."),
+            Command("findings", "lab.cli.pages:findings", "Write the page of the study's findings from records."),
             Command("report", "lab.cli.pages:report", "Write the page of the reproduction from records."),
             Command("tables", "lab.cli.pages:tables", "Render the paper's three tables with our own results."),
             Command("figures", "lab.cli.pages:figures", "Draw the paper's figures from records."),

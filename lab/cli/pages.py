@@ -36,6 +36,19 @@ def report(page: OutFile = Path("docs/reproduction.md"), results: Folder = None)
     print(f"lab: wrote {page}")
 
 
+def findings(page: OutFile = Path("docs/findings.md"), records: OutFile = Path("lab/results/study.jsonl")) -> None:
+    """Write the page of the study's findings from records.
+
+    Args:
+        page: file to write; its tables go next to it, pictures into images/findings.
+        records: file of records that `python -m lab study run` wrote.
+    """
+    from lab.pages.findings import write
+
+    write(page, records)
+    print(f"lab: wrote {page}")
+
+
 def package() -> None:
     """Write the records that the package needs into it."""
     from lab.package import write
