@@ -121,6 +121,7 @@ def study_run(
     part: Literal["language", "recall"] = "language",
     most: Number = None,
     split: bool = False,
+    share: Annotated[str, metavar("I/N")] = "0/1",
     device: Device = "auto",
 ) -> None:
     """Train, score and record what comes next in the plan; rerun to resume.
@@ -133,11 +134,16 @@ def study_run(
         part: language models, or associative recall (MQAR).
         most: record at most this many.
         split: start a training that will not end in time too, to be gone on with.
+        share: take the i-th of n parts, for n processes on one GPU; those of recall are small.
         device: where to run; auto takes a GPU if there is one.
     """
-    from lab.study.session import Session
+    from lab.study.session import Options, Session
 
-    session = Session(data, out, records, device, 60 * minutes, split=split, say=lambda text: print(text, flush=True))
+    match = re.fullmatch(r"(\d+)/([1-9]\d*)", share)
+    if match is None or int(match[1]) >= int(match[2]):
+        raise ValueError(f"--share must be i/n with i below n, such as 0/4, got {share}")
+    options = Options(split, (int(match[1]), int(match[2])))
+    session = Session(data, out, records, device, 60 * minutes, options=options, say=lambda text: print(text, flush=True))
     number = session.run(part, most)
     print(f"lab: {records}: {number} new records")
 

@@ -10,6 +10,7 @@ import signal
 import statistics
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -149,13 +150,26 @@ def gate_points(lines: Sequence[Line]) -> list[dict[str, Any]]:
     return points
 
 
+@dataclass(frozen=True)
+class Options:
+    """What a session may do."""
+
+    split: bool = False
+    """Start a training that will not end in time too."""
+    share: tuple[int, int] = (0, 1)
+    """(i, n): take the i-th of n parts of all trials, so that n processes share a device."""
+
+    def mine(self, trial: Trial) -> bool:
+        return zlib.crc32(trial.name.encode()) % self.share[1] == self.share[0]
+
+
 class Session:
     """Trials on one device, recorded in one file."""
 
     def __init__(
-        self, data: Path | None, out: Path, file: Path, device: str, seconds: float, *, split: bool, say: Callable[[str], object]
+        self, data: Path | None, out: Path, file: Path, device: str, seconds: float, *, options: Options, say: Callable[[str], object]
     ) -> None:
-        self.out, self.file, self.say, self.split = out, file, say, split
+        self.out, self.file, self.say, self.options = out, file, say, options
         self.device, self.clock = find_device(device), Clock(seconds)
         self.make = Recorder(SUITE, self.device)
         self.texts = None if data is None else Texts(corpus.unpack(data))
@@ -190,17 +204,17 @@ class Session:
             raise ValueError(f"the noise check failed: two seeds differ by {noise:.1%}; change batch, rate or warm-up in the plan first")
         waiting = 0.0
         for trial in dict.fromkeys(trials.PARTS[part](done)):
-            if trial in done:
+            if trial in done or not self.options.mine(trial):
                 continue
             if part == "language" and noise is None and trial not in trials.noise_trials():
                 break
             seconds = self.expected(trial, list(found.values()))
-            if seconds < self.clock.left or (self.split and self.clock.left > seconds / 4):
+            if seconds < self.clock.left or (self.options.split and self.clock.left > seconds / 4):
                 return trial
             if not waiting:
                 waiting = seconds
                 self.say(f"{trial.name} would take about {seconds:.0f} s, {self.clock.left:.0f} s are left: looking for a shorter one")
-            if self.split:
+            if self.options.split:
                 break
         return None
 
@@ -237,7 +251,7 @@ class Session:
             raise ValueError("--data must name a folder that `python -m lab study data` wrote: language models train on text")
         source, validation = source_of(trial, self.texts)
         config = trial.train(0 if self.texts is None else self.texts.pass_steps)
-        config = replace(config, device=self.device.type, checkpoint=replace(config.checkpoint, final=self.split))
+        config = replace(config, device=self.device.type, checkpoint=replace(config.checkpoint, final=self.options.split))
         model_config = trial.model(source.vocab_size)
         folder = self.out / trial.name / "training"
         about: dict[str, Any] = {"trial": asdict(trial), "data": source.identity}

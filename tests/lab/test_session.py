@@ -17,7 +17,7 @@ from headmax.data.prepare import PrepareConfig
 from headmax.eval import names
 from lab import ROOT
 from lab.study import corpus, needles, trials
-from lab.study.session import Clock, Session, recorded
+from lab.study.session import Clock, Options, Session, recorded
 from lab.study.trials import RATES, ROWS, STARTS, TUNING_SEED, Trial
 from tests.eval.conftest import sentence
 
@@ -63,6 +63,13 @@ def test_recall_is_compared_where_the_plain_model_can_be_told_from_0_and_1() -> 
     done[middle[0]], done[middle[1]], done[middle[2]] = 0.4, 0.2, math.nan
     assert trials.measurable("gla", done) == [(32, 8)]
     assert {t.rate for t in trials.recall(done) if t not in done and t.seed != TUNING_SEED} == {RATES[0]}
+
+
+def test_shares_are_all_of_it() -> None:
+    order = in_order("recall")
+    shares = [[trial for trial in order if Options(share=(i, 4)).mine(trial)] for i in range(4)]
+    assert sorted(trial.name for share in shares for trial in share) == sorted(trial.name for trial in order)
+    assert max(map(len, shares)) < 1.3 * len(order) / 4
 
 
 def test_runs_of_a_seed_share_their_start() -> None:
@@ -113,7 +120,7 @@ def study_data(carried: Path, tmp_path: Path) -> Path:
 
 
 def session(data: Path | None, folder: Path, seconds: float = math.inf) -> Session:
-    return Session(data, folder / "work", folder / "study.jsonl", "cpu", seconds, split=False, say=lambda text: None)
+    return Session(data, folder / "work", folder / "study.jsonl", "cpu", seconds, options=Options(), say=lambda text: None)
 
 
 def test_pieces_make_the_corpus(study_data: Path) -> None:

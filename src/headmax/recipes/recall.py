@@ -48,7 +48,7 @@ def recall(backbone: str, *, softmax: bool = False) -> Recipe:
     """`backbone` on 16 pairs, with the paper's gates if `softmax`."""
     task = MQAR()
     mixer = next(kind.name for kind in MIXERS.values() if kind.recipe == backbone)
-    model = recall_model(mixer, task, head_gate=HeadGateConfig() if softmax else None, num_heads=4)
+    model = recall_model(mixer, task, head_gate=HeadGateConfig.paper() if softmax else None, num_heads=4)
     return Recipe(f"mqar-{'softmax-' if softmax else ''}{backbone}", model, recall_training(task, steps=2000), task)
 
 
