@@ -8,9 +8,6 @@ LAB = Program(
     "What only this repository runs: studies, pages and records. Run it in the root of a checkout.",
     {
         "Study": (
-            Command("prepare", "lab.cli.study:prepare", "Prepare requests and needles for machines without lm-eval."),
-            Command("run", "lab.cli.study:run", "Train and evaluate the models of some parts of the reproduction."),
-            Command("collect", "lab.cli.study:collect", "Add the results of finished runs to the repository's records."),
             Command(
                 "study data",
                 "lab.cli.study:data",
@@ -23,7 +20,6 @@ LAB = Program(
             Command("readme", "lab.cli.pages:readme", "Render the generated sections of the README and the docs."),
             Command("findings", "lab.cli.pages:findings", "Write the page of the study's findings from records."),
             Command("report", "lab.cli.pages:report", "Write the page of the reproduction from records."),
-            Command("tables", "lab.cli.pages:tables", "Render the paper's three tables with our own results."),
             Command("figures", "lab.cli.pages:figures", "Draw the paper's figures from records."),
         ),
         "Package": (Command("package", "lab.cli.pages:package", "Write the records that the package needs into it."),),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from headmax.cli.options import Folder, OutFile, OutFolder, metavar
 
@@ -55,20 +55,6 @@ def package() -> None:
 
     for path in write():
         print(f"lab: wrote {path}")
-
-
-def tables(scale: Annotated[str, metavar("NAME")] = "6x512", form: Literal["markdown", "latex"] = "markdown") -> None:
-    """Render the paper's three tables with our own results.
-
-    Args:
-        scale: take our models of this scale, by the end of their names.
-        form: output format.
-    """
-    from headmax.eval.tables import render
-    from lab import EVALUATIONS
-    from lab.pages.report import CONTROLS
-
-    print(render((EVALUATIONS,), scale, form, CONTROLS), end="")
 
 
 def figures(out: OutFolder = Path("runs/figures"), results: Folder = None) -> None:
