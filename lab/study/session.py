@@ -55,6 +55,8 @@ SETTLING = 5
 """First steps of a run, in which kernels are compiled."""
 SCORE_TOKENS = 65_536
 """Of questions in one forward pass."""
+MOST_COMPILED = 4096
+"""Variants of the blocks' code, which all models of a session share."""
 MOST_NOISE = 0.02
 """Relative difference of the noise check above which nothing else is trained."""
 
@@ -259,7 +261,9 @@ class Session:
         try:
             model, score, seconds = self.fit(model_config, config, source, validation, folder, initial(trial, source.vocab_size))
             self.compiled.add(self.shape(trial))
-        except TrainingError as error:  # a model that cannot be trained is a result
+        except TrainingError as error:  # a model that cannot be trained is a result; a disk that is full is none
+            if isinstance(error.__cause__, OSError):
+                raise
             about |= {"error": str(error), "seconds": time.monotonic() - begun}
             return self.make(trial.name, "headmax", metric, 0.0, unit, trial.seed, **about)
         lines = list(read_lines(folder / "metrics.jsonl"))
@@ -292,7 +296,8 @@ class Session:
                 self.probe.look(trainer.model, line["tokens"])
             self.clock.stop_in_time(line)
 
-        with training(model, config, source, folder, validation=validation, start=start, show=show) as trainer:
+        whole_run = training(model, config, source, folder, validation=validation, start=start, show=show)
+        with torch._dynamo.config.patch(recompile_limit=MOST_COMPILED, accumulated_recompile_limit=MOST_COMPILED), whole_run as trainer:
             trained = trainer.run()
             seconds = time.monotonic() - begun
             if validation is None:

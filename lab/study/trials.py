@@ -17,6 +17,8 @@ from headmax.train import CheckpointConfig, ComputeConfig, EvalConfig, OptimConf
 
 LENGTH, BATCH = 2048, 64
 """Tokens of a sequence and sequences of a step."""
+MICRO_BATCH = 32
+"""Sequences that are processed at once: what fits most cards."""
 SHORT_STEPS = 191
 """Steps of a short run: 25M tokens."""
 WARMUP_TOKENS = 5_000_000
@@ -147,7 +149,7 @@ def text_training(steps: int, seed: int, rate: float, warmup: int) -> TrainConfi
         checkpoint_every=0,
         optim=OptimConfig(lr=rate),
         schedule=ScheduleConfig(warmup_tokens=min(warmup, steps * tokens // 4), start_lr=0.0, final_lr=rate / 10),
-        compute=ComputeConfig(micro_batch=BATCH),
+        compute=ComputeConfig(micro_batch=min(MICRO_BATCH, BATCH)),
         checkpoint=CheckpointConfig(keep_last=1, final=False),
         eval=EvalConfig(every=max(1, steps // POINTS), sequences=BATCH),
     )

@@ -28,16 +28,16 @@ def made_up(trial: Trial) -> float:
     return 3 + abs(math.log(trial.rate / best)) + (trial.start != "1/4-1") * 0.1 + trial.seed * 1e-3
 
 
-def in_order(part: str) -> list[Trial]:
-    """All trials as a session meets them, each recorded before the next is asked for."""
+def in_order() -> list[Trial]:
+    """All language models as a session meets them, each recorded before the next is asked for."""
     done: dict[Trial, float] = {}
-    while (trial := next((one for one in trials.PARTS[part](done) if one not in done), None)) is not None:
-        done[trial] = 0.5 if trial.pairs else made_up(trial)
+    while (trial := next((one for one in trials.language(done) if one not in done), None)) is not None:
+        done[trial] = made_up(trial)
     return list(done)
 
 
 def test_trials_come_in_the_plans_order() -> None:
-    order = in_order("language")
+    order = in_order()
     assert order[:2] == trials.noise_trials()
     assert order[2:7] == trials.start_trials()
     rates, rest = order[7:14], order[14:]
@@ -66,7 +66,10 @@ def test_recall_is_compared_where_the_plain_model_can_be_told_from_0_and_1() -> 
 
 
 def test_shares_are_all_of_it() -> None:
-    order = in_order("recall")
+    done: dict[Trial, float] = {}
+    while fresh := [trial for trial in trials.recall(done) if trial not in done]:
+        done |= dict.fromkeys(fresh, 0.5)
+    order = list(done)
     shares = [[trial for trial in order if Options(share=(i, 4)).mine(trial)] for i in range(4)]
     assert sorted(trial.name for share in shares for trial in share) == sorted(trial.name for trial in order)
     assert max(map(len, shares)) < 1.3 * len(order) / 4
