@@ -48,7 +48,7 @@ CURVE = 32
 MARGIN = 1.05
 """On what a trial is expected to take."""
 FIRST = {"tokens_per_second": 450_000.0, "startup": 100.0, "examination": 90.0}
-"""What is expected of a GPU of which nothing is recorded."""
+"""What is expected of a device of which nothing is recorded."""
 WARM = 20.0
 """Seconds before the first steps of a model that this process has compiled."""
 SETTLING = 5
@@ -204,7 +204,7 @@ class Session:
         noise = trials.noise(done) if part == "language" else None
         if noise is not None and not noise < MOST_NOISE:
             raise ValueError(f"the noise check failed: two seeds differ by {noise:.1%}; change batch, rate or warm-up in the plan first")
-        waiting = 0.0
+        told = False
         for trial in dict.fromkeys(trials.PARTS[part](done)):
             if trial in done or not self.options.mine(trial):
                 continue
@@ -213,8 +213,8 @@ class Session:
             seconds = self.expected(trial, list(found.values()))
             if seconds < self.clock.left or (self.options.split and self.clock.left > seconds / 4):
                 return trial
-            if not waiting:
-                waiting = seconds
+            if not told:
+                told = True
                 self.say(f"{trial.name} would take about {seconds:.0f} s, {self.clock.left:.0f} s are left: looking for a shorter one")
             if self.options.split:
                 break
@@ -226,8 +226,6 @@ class Session:
         alike = [r for r in here if (r.extra["trial"]["backbone"], bool(r.extra["trial"]["pairs"])) == (trial.backbone, bool(trial.pairs))]
         if trial.task is not None:
             return MARGIN * max([r.extra["seconds"] for r in alike if r.extra["trial"]["pairs"] >= trial.pairs], default=0.0)
-        if self.device.type != "cuda" and not alike:
-            return 0.0
         speeds = [r.extra["tokens_per_second"] for r in alike]
         startups = [r.extra["startup"] for r in alike if r.extra["startup"] > WARM]
         startup = WARM if self.shape(trial) in self.compiled else max(startups, default=FIRST["startup"])

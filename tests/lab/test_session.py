@@ -147,7 +147,7 @@ def test_a_session_goes_on_where_it_was_stopped(study_data: Path, tmp_path: Path
     assert session(study_data, tmp_path / "whole").run("language", most=1) == 1
     with monkeypatch.context() as patch:
         calls = iter(range(100))
-        patch.setattr(Clock, "left", property(lambda self: 100.0 if next(calls) < 5 else 0.0))
+        patch.setattr(Clock, "left", property(lambda self: 1e6 if next(calls) < 5 else 0.0))
         assert session(study_data, tmp_path / "parts").run("language", most=1) == 0
     assert not recorded(tmp_path / "parts" / "study.jsonl")
     folder = next((tmp_path / "parts" / "work").iterdir()) / "training"
