@@ -37,6 +37,7 @@ def test_errors_are_one_line_that_names_the_lab(lab: Called) -> None:
         (["--completion", "bash"], "lab: unknown option '--completion'; see `python -m lab --help`"),
         (["bench", "drift", "--tokens", "1"], "lab: --tokens must be at least 32, got 1"),
         (["bench", "fit"], "lab: bench fit: missing CAPABILITY (see `python -m lab bench fit --help`)"),
+        (["study", "run", "--out", "x", "--share", "2/2"], "lab: --share must be i/n with i below n, such as 0/4, got 2/2"),
         (["bench", "fit", "90", "--dtypes", "float8"], "lab: --dtypes: unknown 'float8'; did you mean 'float32'?"),
     ):
         done = lab(*arguments)
