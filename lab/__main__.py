@@ -8,15 +8,18 @@ LAB = Program(
     "What only this repository runs: studies, pages and records. Run it in the root of a checkout.",
     {
         "Study": (
-            Command("prepare", "lab.cli.study:prepare", "Prepare requests and needles for machines without lm-eval."),
-            Command("run", "lab.cli.study:run", "Train and evaluate the models of some parts of the reproduction."),
-            Command("collect", "lab.cli.study:collect", "Add the results of finished runs to the repository's records."),
+            Command(
+                "study data",
+                "lab.cli.study:data",
+                "Prepare the study's texts, needles and questions, in pieces; rerun to resume.",
+            ),
+            Command("study run", "lab.cli.study:study_run", "Train, score and record what comes next in the plan; rerun to resume."),
             Command("theory", "lab.cli.study:theory", "Run the paper's proposition and theorems as experiments."),
         ),
         "Pages, from records": (
             Command("readme", "lab.cli.pages:readme", "Render the generated sections of the README and the docs."),
+            Command("findings", "lab.cli.pages:findings", "Write the page of the study's findings from records."),
             Command("report", "lab.cli.pages:report", "Write the page of the reproduction from records."),
-            Command("tables", "lab.cli.pages:tables", "Render the paper's three tables with our own results."),
             Command("figures", "lab.cli.pages:figures", "Draw the paper's figures from records."),
         ),
         "Package": (Command("package", "lab.cli.pages:package", "Write the records that the package needs into it."),),
@@ -30,7 +33,10 @@ LAB = Program(
             Command("bench fit", "lab.cli.bench:fit", "Compile the kernels for a GPU that is not at hand; exit code 1 if they do not fit."),
         ),
     },
-    {"bench": "Measure what our own pages show beside the records of `headmax bench`."},
+    {
+        "study": "The study of lab/study/plan.md: its data and its runs.",
+        "bench": "Measure what our own pages show beside the records of `headmax bench`.",
+    },
     {option: about for option, about in HEADMAX.options.items() if not option.startswith("--completion")},
 )
 

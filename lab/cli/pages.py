@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from headmax.cli.options import Folder, OutFile, OutFolder, metavar
 
@@ -36,26 +36,25 @@ def report(page: OutFile = Path("docs/reproduction.md"), results: Folder = None)
     print(f"lab: wrote {page}")
 
 
+def findings(page: OutFile = Path("docs/findings.md"), records: OutFile = Path("lab/results/study.jsonl")) -> None:
+    """Write the page of the study's findings from records.
+
+    Args:
+        page: file to write; its tables go next to it, pictures into images/findings.
+        records: file of records that `python -m lab study run` wrote.
+    """
+    from lab.pages.findings import write
+
+    write(page, records)
+    print(f"lab: wrote {page}")
+
+
 def package() -> None:
     """Write the records that the package needs into it."""
     from lab.package import write
 
     for path in write():
         print(f"lab: wrote {path}")
-
-
-def tables(scale: Annotated[str, metavar("NAME")] = "6x512", form: Literal["markdown", "latex"] = "markdown") -> None:
-    """Render the paper's three tables with our own results.
-
-    Args:
-        scale: take our models of this scale, by the end of their names.
-        form: output format.
-    """
-    from headmax.eval.tables import render
-    from lab import EVALUATIONS
-    from lab.pages.report import CONTROLS
-
-    print(render((EVALUATIONS,), scale, form, CONTROLS), end="")
 
 
 def figures(out: OutFolder = Path("runs/figures"), results: Folder = None) -> None:

@@ -7,9 +7,7 @@ from collections.abc import Iterator
 
 from headmax.records import Record
 from headmax.tables import markdown
-from lab.pages.figures import TITLES
-from lab.study.runs import LINEAR
-from lab.study.statistics import MISSING, Results
+from lab.study.earlier import LINEAR, MISSING, TITLES, Results
 
 SCALE = "340m"
 PEER = "flash-linear-attention"

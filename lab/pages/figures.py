@@ -6,15 +6,12 @@
 | heads | eval | the same of "[softmax-]gla-110m[-h8, -h16]"; without a suffix it has 4 heads |
 | memory, throughput | train | case "RECIPE LENGTHxBATCH", metric "VARIANT/peak memory" and "VARIANT/tokens per second" (bench train) |
 | latency | decode | case "MODEL batch 1 context C decoded N", metric "end to end" (bench decode) |
-| training_loss, small_* | reproduction | `python -m lab run`: metric "training loss" with extra.curve, "validation loss", "accuracy" |
 
 Of records alike the last one counts; runs that differ in their seed alone are averaged.
 """
 
 from __future__ import annotations
 
-import functools
-import math
 import re
 import statistics
 from collections import defaultdict
@@ -31,7 +28,6 @@ from lab import RESULTS
 Lines = dict[str, dict[Any, float]]
 """By label, y over x."""
 Points = Iterable[tuple[str, Any, float]]
-TITLES = {"gla": "GLA", "retnet": "RetNet", "gdn": "GDN", "transformer": "Transformer++"}
 
 
 @dataclass(frozen=True)
@@ -69,35 +65,6 @@ def generation(record: Record) -> Points:
         yield match[1], int(match[2]), record.value
 
 
-def label(run: dict[str, Any]) -> str:
-    return (run["variant"].capitalize() + " ") * (run["variant"] != "plain") + TITLES[run["backbone"]]
-
-
-def loss(record: Record) -> Points:
-    """The curves of the models that the paper has, at the size of most runs."""
-    run = record.extra["run"]
-    if record.metric == "training loss" and record.case in {
-        f"{gate}{backbone}-{SMALL}" for gate in ("", "softmax-") for backbone in TITLES
-    }:
-        yield from ((label(run), tokens, value) for tokens, value in record.extra["curve"])
-
-
-def small_perplexity(record: Record, pattern: str, x: str) -> Points:
-    """Validation perplexity of the GLA models whose name matches, over a field of the run or its parameters."""
-    if record.metric == "validation loss" and re.fullmatch(rf"(softmax-|uniform-)?gla-{pattern}", record.case):
-        run = record.extra["run"]
-        yield label(run), run[x] if x in run else record.extra[x] / 1e6, math.exp(record.value)
-
-
-def recall(record: Record, backbone: str) -> Points:
-    run = record.extra["run"]
-    if record.metric == "mean accuracy over training" and run["backbone"] == backbone and run["heads"] == 4 and run["lr"] is None:
-        yield label(run), run["pairs"], record.value
-
-
-SMALL = "6x512"
-"""Layers x hidden size of most runs of the reproduction."""
-REPRODUCE = "python -m lab run "
 WIKITEXT = "train the models (headmax train) and run headmax eval on wikitext"
 FIGURES = {
     "scaling": Figure("WikiText perplexity over size", "million parameters (the paper's names)", "perplexity",
@@ -109,13 +76,6 @@ FIGURES = {
     "throughput": Figure("Training throughput", "length x batch", "tokens per second",
                          lambda r: training_step(r, "tokens per second"), "train", "python -m lab bench train"),
     "latency": Figure("Decoding one text", "decoded tokens", "seconds", generation, "decode", "headmax bench decode", log=True),
-    "training_loss": Figure("Training loss", "tokens", "loss", loss, "reproduction", REPRODUCE + "language"),
-    "small_scaling": Figure("Validation perplexity over size", "million parameters, embeddings included", "perplexity",
-                            lambda r: small_perplexity(r, r"\d+x\d+-short", "parameters"), "reproduction", REPRODUCE + "scaling"),
-    "small_heads": Figure("Validation perplexity over the number of heads", "heads", "perplexity",
-                          lambda r: small_perplexity(r, SMALL + r"(-h\d+)?-short", "heads"), "reproduction", REPRODUCE + "heads"),
-    **{f"recall_{b}": Figure(f"Recall, {TITLES[b]}, 4 heads", "pairs", "mean accuracy over training", functools.partial(recall, backbone=b),
-                             "reproduction", REPRODUCE + "recall") for b in ("gla", "retnet", "gdn")},
 }  # fmt: skip
 
 

@@ -28,7 +28,7 @@ class NeedleRows:
 
     def __init__(self, path: Path) -> None:
         if not path.is_file():
-            raise FileNotFoundError(f"{path}: no such file; make it with python -m lab prepare")
+            raise FileNotFoundError(f"{path}: no such file; make it with `python -m lab study data`")
         with np.load(path) as file:
             self.tokens, self.answers = file["tokens"], file["answers"]
         self.length, self.vocab_size = self.tokens.shape[1], int(self.tokens.max()) + 1

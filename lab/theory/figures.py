@@ -11,7 +11,7 @@ from headmax.analysis.style import save, styled, subplots
 from headmax.layers import HeadGateConfig
 from headmax.recipes.language import backbones
 from headmax.records import Record, Recorder
-from lab.study.runs import BACKBONES
+from lab.study.earlier import LINEAR
 from lab.theory import experiments
 
 EPS = (1e-8, 1e-6, 1e-4, 1e-2)
@@ -119,7 +119,7 @@ def _read_gate(make: Recorder, folder: Path) -> list[Record]:
 
 def _before_training(make: Recorder) -> list[Record]:
     made = []
-    for backbone in (name for name in BACKBONES if name != "transformer"):
+    for backbone in LINEAR:
         for name, gate in CONSTANTS.items():
             found = zip(("norm's input", "mixer's output"), experiments.before_training(backbones()[backbone].name, gate), strict=True)
             made += [make(f"before training, {backbone}, {name}", "headmax", what, size, "rms") for what, size in found]

@@ -2,7 +2,6 @@
 
 import functools
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +11,6 @@ from transformers import PreTrainedTokenizerFast
 from headmax.data.folder import ShardWriter
 from headmax.data.shards import FORMAT, INDEX, Index
 from lab.__main__ import LAB
-from lab.study import run, runs
-from lab.study.runs import Run
 from tests import command_line
 from tests.command_line import Called
 from tests.eval.conftest import data_dir as eval_data
@@ -41,19 +38,3 @@ def data(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenize
 def lab() -> Called:
     """`python -m lab` in this process: its exit code, output and errors."""
     return functools.partial(command_line.run, program=LAB)
-
-
-def tiny(seed: int) -> Iterator[Run]:
-    yield from (Run("gla", variant, "1x32", seed=seed, steps=12) for variant in ("plain", "softmax"))
-
-
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Two seeds of two models, and a recall of two."""
-    for name, value in {"LENGTH": 64, "BATCH": 2, "RATE_STEPS": 4, "RECALL_STEPS": 3, "NEEDLE_STEPS": 2, "SEEDS": (0, 1)}.items():
-        monkeypatch.setattr(runs, name, value)
-    monkeypatch.setattr(runs, "SIZES", ("1x32",) * 3)
-    monkeypatch.setattr(runs, "RATES", {"text": (1e-3, 1e-2), "recall": (1e-3, 1e-2)})
-    monkeypatch.setattr(runs, "RECALL_SETTINGS", ((4, 2),))
-    monkeypatch.setitem(runs.PARTS, "language", tiny)
-    monkeypatch.setattr(run, "RECORDS", tmp_path / "results" / "reproduction.jsonl")

@@ -33,10 +33,11 @@ def test_help_imports_neither_torch_nor_headmax() -> None:
 
 def test_errors_are_one_line_that_names_the_lab(lab: Called) -> None:
     for arguments, said in (
-        (["ruin"], "lab: unknown command 'ruin'; did you mean 'run'?"),
+        (["reprot"], "lab: unknown command 'reprot'; did you mean 'report'?"),
         (["--completion", "bash"], "lab: unknown option '--completion'; see `python -m lab --help`"),
         (["bench", "drift", "--tokens", "1"], "lab: --tokens must be at least 32, got 1"),
         (["bench", "fit"], "lab: bench fit: missing CAPABILITY (see `python -m lab bench fit --help`)"),
+        (["study", "run", "--out", "x", "--share", "2/2"], "lab: --share must be i/n with i below n, such as 0/4, got 2/2"),
         (["bench", "fit", "90", "--dtypes", "float8"], "lab: --dtypes: unknown 'float8'; did you mean 'float32'?"),
     ):
         done = lab(*arguments)

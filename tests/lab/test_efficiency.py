@@ -4,7 +4,7 @@ from pathlib import Path
 
 from headmax.records import Recorder, append
 from lab.pages.efficiency import efficiency
-from lab.study.statistics import MISSING, Results
+from lab.study.earlier import MISSING, Results
 
 
 def cells(text: str, start: str) -> list[list[str]]:

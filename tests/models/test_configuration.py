@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from headmax import HeadGateConfig, HeadmaxConfig, HeadmaxForCausalLM
 from headmax.layers import MIXERS, AttentionConfig, GatedDeltaNetConfig, GLAConfig, LinearAttentionConfig, RetNetConfig
 from headmax.layers.block import LORA_TARGETS
+from headmax.recipes import book
 from headmax.train.metrics import read_lines
 from tests.command_line import run
 
@@ -129,3 +130,10 @@ def test_projections_onto_the_residual_stream_may_start_smaller(tmp_path: Path) 
         HeadmaxConfig(output_init=-1.0)
     with pytest.raises(ValueError, match="unknown output_init 'deep'; did you mean 'depth'"):
         HeadmaxConfig(output_init="deep")
+
+
+def test_presets() -> None:
+    gate = HeadGateConfig.paper()
+    assert (gate.read, gate.write, gate.source, gate.read_position, gate.kind, gate.scale) == (True, True, "head", "query", "softmax", 1.0)
+    assert HeadGateConfig.recommended() == gate, "until docs/findings.md says otherwise"
+    assert book.get("softmax-gla-tiny").model.head_gate == gate

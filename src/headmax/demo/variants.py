@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headmax import HeadGateConfig
 
-VARIANTS = {"plain": None, "uniform": HeadGateConfig(kind="uniform"), "softmax": HeadGateConfig()}
+VARIANTS = {"plain": None, "uniform": HeadGateConfig(kind="uniform"), "softmax": HeadGateConfig.paper()}
 """No gates; gates frozen at their mean, the control; gates that compete, as in the paper."""
 RIVALS = ("plain", "uniform")
 """What softmax gates are compared with."""

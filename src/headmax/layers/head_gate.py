@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, Self, get_args
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,16 @@ class HeadGateConfig:
     """Factor on the scores; larger values decide more sharply."""
     init_std: float = 0.02
     """Standard deviation of the initial score weights; 0 starts from uniform gates."""
+
+    @classmethod
+    def paper(cls) -> Self:
+        """The paper's equation: both gates, a softmax scored on q and k, the read gate on the query. It stays what it is."""
+        return cls(read=True, write=True, source="head", read_position="query", kind="softmax", scale=1.0, temperature=1.0, init_std=0.02)
+
+    @classmethod
+    def recommended(cls) -> Self:
+        """The settings that the evidence speaks for; the paper's until docs/findings.md shows others to be better."""
+        return cls.paper()
 
     def __post_init__(self) -> None:
         for name, kind in (("source", Source), ("read_position", ReadPosition), ("kind", Kind)):

@@ -77,7 +77,7 @@ def hybrid(scale: str, *, softmax: bool = False) -> Recipe:
         hidden_size=hidden,
         num_hidden_layers=layers,
         num_heads=4,
-        head_gate=HeadGateConfig() if softmax else None,
+        head_gate=HeadGateConfig.paper() if softmax else None,
     )
     return Recipe(named(softmax, "hybrid", scale), model, train_config(scale))
 

@@ -42,7 +42,7 @@ class MixerConfig:
     """Whether there are language-model recipes of it, beside those of recall."""
     hidden_per_head: ClassVar[int | None] = None
     """Channels of the hidden size to a head in its language-model recipes, of at least 4 heads; 4 unless given, as in the paper."""
-    recipe_gate: ClassVar[HeadGateConfig] = HeadGateConfig()
+    recipe_gate: ClassVar[HeadGateConfig] = HeadGateConfig.paper()
     """The gates of its recipes `softmax-*`: the paper's."""
     gated: ClassVar[bool] = True
     """Whether it takes head gates."""
