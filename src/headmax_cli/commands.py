@@ -58,6 +58,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
             "headmax.cli.generate:generate",
             "Continue a text and stream the result; without a prompt, read lines from standard input.",
         ),
+        Command("chat", "headmax.cli.chat:chat", "Talk to a checkpoint or to a server, in the terminal."),
         Command("serve", "headmax.cli.serve:serve", "Answer requests over HTTP as OpenAI's interface does, many at a time."),
         Command("eval", "headmax.cli.evaluate:evaluate", "Run the paper's benchmarks on a model; rerun to resume."),
         Command("eval tables", "headmax.cli.evaluate:tables", "Render the paper's three tables with your results beside the paper's."),

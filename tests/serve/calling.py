@@ -128,7 +128,8 @@ def openai_client(url: str, key: str = "none") -> openai.OpenAI:
     return OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, http_client=http)
 
 
-def soon(condition: Any, seconds: float = 10.0) -> bool:
+def soon(condition: Any, seconds: float = SECONDS) -> bool:
+    """Whether it comes to be; the time is for machines that are busy."""
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -19,6 +19,7 @@ from headmax.generate.prefix import fingerprint
 from headmax.models import HeadmaxForCausalLM
 from headmax.serve.app import make_app
 from headmax.serve.cache import PrefixCache
+from headmax.serve.chat import end_tokens
 from headmax.serve.config import ServerConfig
 from headmax.serve.folder import Folder
 from headmax.serve.lanes import Apart, Batch, Lanes
@@ -64,15 +65,12 @@ def make_service(
     model: HeadmaxForCausalLM, config: ServerConfig, tokenizer: Any = None, state_dtype: torch.dtype = torch.float32
 ) -> Service:
     """Everything but the socket; the scheduler is running."""
-    ends = model.generation_config.eos_token_id
-    stops = {token for token in (ends if isinstance(ends, list) else [ends]) if token is not None}
-    stops |= {token for token in [getattr(tokenizer, "eos_token_id", None)] if token is not None}
     pieces = Pieces(config.chunk, max(config.piece, config.chunk), config.deterministic)
     scheduler = Scheduler(
         model.eval(), make_lanes(model, config, state_dtype), pieces=pieces, cache=make_cache(model, config), queue=config.queue
     )
     words = None if tokenizer is None else Words(tokenizer)
-    return Service(config, scheduler.start(), words, model.config.vocab_size, frozenset(stops))
+    return Service(config, scheduler.start(), words, model.config.vocab_size, end_tokens(model, tokenizer))
 
 
 def listen(host: str, port: int) -> socket.socket:
