@@ -61,7 +61,7 @@ class Caller:
                 self.cached, self.scores = event.cached, event.scores
             elif isinstance(event, Ended):
                 self.ends[event.choice] = event.reason
-            else:
+            elif isinstance(event, NewToken):
                 self.tokens.setdefault(event.choice, []).append(event.token)
                 self.logprobs.setdefault(event.choice, []).append(event.logprob)
         return self

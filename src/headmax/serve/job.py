@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
+from headmax.analysis.gates import Layer
 from headmax.generate.sampling import Features, Sampling
 
 Likeliest = list[tuple[int, float]]
@@ -46,7 +47,15 @@ class Failed(NamedTuple):
     error: Exception
 
 
-Event = NewToken | Read | Ended | Failed
+class Gates(NamedTuple):
+    """The head gates of some of the text's tokens, those of the prompt among them."""
+
+    start: int
+    """How many tokens come before them."""
+    layers: list[Layer]
+
+
+Event = NewToken | Read | Ended | Failed | Gates
 
 
 class Full(Exception):
@@ -75,6 +84,8 @@ class Job:
     """Whether the most likely tokens come along with each."""
     scored: bool = False
     """Whether the prompt's own tokens are scored; it is then read from its start."""
+    watched: bool = False
+    """Whether the head gates of all tokens come too, up to its end; it is then read from its start and has one choice."""
 
     arrived: float = field(default_factory=time.monotonic)
     cancelled: bool = False

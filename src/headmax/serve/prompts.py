@@ -171,7 +171,7 @@ class Prompts:
 
     def _locate(self, reading: Reading) -> None:
         """Finds where to go on from: the start, states in the cache, or those that another text is about to have."""
-        if self.cache is None or (reading.job is not None and reading.job.scored):
+        if self.cache is None or (reading.job is not None and (reading.job.scored or reading.job.watched)):
             return self._start(reading, 0, ())
         node, common = self.cache.match(reading.tokens)
         reading.cuts.add(common * self.pieces.chunk)
@@ -191,7 +191,7 @@ class Prompts:
     def _start(self, reading: Reading, past: int, states: tuple[State, ...]) -> None:
         reading.cached = past
         reading.cuts.add(len(reading.tokens) // self.pieces.chunk * self.pieces.chunk)
-        reading.reader = Reader(self.model, reading.tokens, states, past)
+        reading.reader = Reader(self.model, reading.tokens, states, past, gates=reading.job is not None and reading.job.watched)
 
     def _ahead(self, reading: Reading, known: int) -> tuple[Reading, int] | None:
         """An older text that will have states further on in this one than the `known` tokens."""

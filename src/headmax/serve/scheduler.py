@@ -17,6 +17,7 @@ from headmax.serve.job import Choice, Closed, Ended, Event, Failed, Full, Job, N
 from headmax.serve.lanes import FirstToken, Lanes, Outcome, Wait
 from headmax.serve.metrics import Metrics
 from headmax.serve.prompts import Pieces, Prompts, Reading
+from headmax.serve.watch import Watches, gates_of
 
 logger = logging.getLogger("headmax")
 
@@ -63,6 +64,7 @@ class Scheduler:
         self.running: dict[int, Choice] = {}
         self.pending: deque[tuple[dict[int, Choice], Wait]] = deque()
         self.failures = 0
+        self.watches = Watches(self._tell)
         self.metrics.watch(self, cache)
         self.thread = threading.Thread(target=self._run, name="headmax-scheduler", daemon=True)
 
@@ -124,7 +126,7 @@ class Scheduler:
     def _jobs(self) -> set[Job]:
         """All that were admitted and have not ended."""
         reading = {reading.job for reading in (*self.prompts.reading, *(reading for reading, _ in self.ready))}
-        return {job for job in reading if job is not None} | {choice.job for choice in self.running.values()}
+        return {job for job in reading if job is not None} | {choice.job for choice in self.running.values()} | set(self.watches.watches)
 
     def _turn(self) -> bool:
         """One round of the loop; whether there is another."""
@@ -134,6 +136,7 @@ class Scheduler:
         busy = self._read() or busy
         busy = self._enter() or busy
         busy = self._decode() or busy
+        busy = self._watch() or busy
         with self.changed:
             if self.closing and not (self.draining and (self.waiting or self._jobs())):
                 return False
@@ -153,6 +156,7 @@ class Scheduler:
                 self._drop(job)
             elif choice not in job.cancelled_choices:
                 job.cancelled_choices.add(choice)
+                self.watches.drop(job)
                 for slot, running in list(self.running.items()):
                     if running.job is job and running.choice == choice:
                         self._leave(slot)
@@ -162,6 +166,7 @@ class Scheduler:
         """Forgets a job wherever it is; its slots are free."""
         job.cancelled = True
         self.prompts.drop(job)
+        self.watches.drop(job)
         self.ready = deque(entry for entry in self.ready if entry[0].job is not job)
         for slot, choice in list(self.running.items()):
             if choice.job is job:
@@ -219,6 +224,8 @@ class Scheduler:
             return
         if reading.job is not None:
             self.metrics.read.inc(reading.position - before)
+            if reading.job.watched and reading.reader is not None:
+                self._tell(reading.job, gates_of(reading.reader, reading.position - before))
             if whole:
                 self._has_read(reading, reading.job)
 
@@ -227,6 +234,8 @@ class Scheduler:
             (self.metrics.hits if reading.cached else self.metrics.misses).inc()
         self.metrics.cached.inc(reading.cached)
         self._tell(job, Read(reading.cached, reading.scores if job.scored else None))
+        if job.watched and reading.reader is not None:
+            self.watches.begin(job, reading.reader)
         if job.max_new_tokens:
             self.ready.append((reading, list(range(len(job.rules)))))
         else:
@@ -297,6 +306,17 @@ class Scheduler:
         if self.failures >= MOST_FAILURES:
             raise error
 
+    def _watch(self) -> bool:
+        """The gates of one text's new tokens; whether there were any."""
+        job = self.watches.next()
+        if job is not None:
+            try:
+                self.watches.read(job)
+            except Exception as error:
+                logger.exception("reading gates failed")
+                self._fail(job, error)
+        return job is not None
+
     def _take(self, launched: dict[int, Choice], wait: Wait) -> None:
         """Hands out what a step gave."""
         try:
@@ -322,6 +342,8 @@ class Scheduler:
         choice.last = now
         choice.new.append(outcome.token)
         self._tell(job, NewToken(choice.choice, *outcome))
+        if job.watched:
+            self.watches.token(job, outcome.token)
         stopped = outcome.token in job.stop_tokens
         if not stopped and len(choice.new) < job.max_new_tokens:
             return True
@@ -330,7 +352,7 @@ class Scheduler:
 
     def _end(self, job: Job, event: Ended) -> None:
         self._close(job)
-        self._tell(job, event)
+        (self.watches.end if job.watched else self._tell)(job, event)
 
     def _close(self, job: Job) -> None:
         """One choice less that is open."""
