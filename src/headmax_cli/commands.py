@@ -71,6 +71,11 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         Command("bench kernels", "headmax.cli.bench:kernels", "Time the ops, forward and backward, against another library."),
         Command("bench train", "headmax.cli.bench:train", "Time whole training steps on this GPU, against another library."),
         Command("bench decode", "headmax.cli.bench:decode", "Time decoding, against another library."),
+        Command(
+            "bench serve",
+            "headmax.cli.bench_serve:serve",
+            "Time a server under a trace of requests, against transformers' generate in batches.",
+        ),
         Command("bench eval", "headmax.cli.bench:evaluation", "Time evaluation against lm-evaluation-harness's own Hugging Face class."),
         Command("bench tune", "headmax.cli.bench:tune", "Find the fastest kernel block sizes on this GPU."),
         Command("demo", "headmax.cli.demo:demo", "Train three small language models on Python's own source and compare them."),
@@ -82,7 +87,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
 COMMANDS = {command.name: command for group in GROUPS.values() for command in group}
 FAMILIES = {
     "data": "Turn text into token shards, and check them.",
-    "bench": "Time kernels, training, decoding and evaluation on your machine.",
+    "bench": "Time kernels, training, decoding, serving and evaluation on your machine.",
     "demo": COMMANDS["demo"].about,
     "eval": COMMANDS["eval"].about,
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import re
 import subprocess
 import sys
 import threading
@@ -26,6 +25,7 @@ from headmax.generate.sampling import uniform
 from headmax.serve.cache import PrefixCache
 from headmax.serve.config import ServerConfig
 from headmax.serve.job import Ended, Event, Failed, Job, NewToken, Read
+from headmax.serve.process import server_process
 from headmax.serve.prompts import Pieces
 from headmax.serve.scheduler import Scheduler
 from headmax.serve.server import Server, listen, make_lanes, make_server, make_service
@@ -161,25 +161,9 @@ def serving(model: HeadmaxForCausalLM | None = None, template: str | None = TEMP
 @contextlib.contextmanager
 def process(folder: Path, *options: object) -> Iterator[tuple[subprocess.Popen, str]]:
     """`headmax serve` as a user starts it: the process and its address."""
-    command = [sys.executable, "-m", "headmax_cli", "serve", str(folder), "--port", "0", "--name", "tiny", *map(str, options)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *filter(None, sys.path)]), "OMP_NUM_THREADS": "1"}
-    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
-    try:
-        assert server.stderr is not None
-        said = []
-        for line in server.stderr:
-            said.append(line)
-            if found := re.search(r"on (http://127\.0\.0\.1:\d+)", line):
-                break
-        else:
-            raise AssertionError("".join(said))
-        threading.Thread(target=lambda: [None for _ in server.stderr or ()], daemon=True).start()
-        yield server, found[1]
-    finally:
-        server.kill()
-        server.wait(SECONDS)
-        if server.stderr is not None:
-            server.stderr.close()
+    with server_process(folder, "--name", "tiny", *options, environment=environment) as (server, url):
+        yield server, url
 
 
 class Alone:
