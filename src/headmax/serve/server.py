@@ -8,12 +8,14 @@ import platform
 import signal
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 import uvicorn
 
+from headmax import durable
 from headmax.generate.engine import Engine
 from headmax.generate.prefix import fingerprint
 from headmax.models import HeadmaxForCausalLM
@@ -27,6 +29,8 @@ from headmax.serve.prompts import Pieces
 from headmax.serve.scheduler import Scheduler
 from headmax.serve.service import Service
 from headmax.serve.words import Words
+from headmax.train.loading import has_tokenizer, load_model, load_tokenizer
+from headmax.train.parallel import find_device
 
 logger = logging.getLogger("headmax")
 
@@ -71,6 +75,26 @@ def make_service(
     )
     words = None if tokenizer is None else Words(tokenizer)
     return Service(config, scheduler.start(), words, model.config.vocab_size, end_tokens(model, tokenizer))
+
+
+def load_service(
+    checkpoint: str,
+    config: ServerConfig,
+    device: str,
+    *,
+    dtype: str | None = None,
+    state_dtype: str = "float32",
+    tokenizer: str | None = None,
+    template: Path | None = None,
+) -> Service:
+    """`make_service` for a checkpoint, with its own tokenizer or another's, and a chat template from a file if given."""
+    model = load_model(checkpoint, find_device(device), getattr(torch, dtype) if dtype else None)
+    words = load_tokenizer(tokenizer or checkpoint) if tokenizer is not None or has_tokenizer(checkpoint) else None
+    if template is not None:
+        if words is None:
+            raise ValueError("--chat-template needs a tokenizer: --tokenizer names a folder with one")
+        words.chat_template = durable.read_text(template)
+    return make_service(model, config, words, getattr(torch, state_dtype))
 
 
 def listen(host: str, port: int) -> socket.socket:
