@@ -80,7 +80,7 @@ def serve(
         prefix_folder=prefix_folder,
         prefix_folder_size=prefix_folder_size,
         deterministic=deterministic,
-        api_key=api_key or os.environ.get(KEY),
+        api_key=os.environ.get(KEY) or None if api_key is None else api_key,
         timeout=timeout,
         max_body=max_body,
         drain=drain,
