@@ -10,7 +10,7 @@ import pytest
 from headmax.cli.chat import chat
 from headmax.generate import Sampling
 from headmax.generate.terminal import Settings
-from headmax.serve.client import address_of, explained, read_event
+from headmax.serve.client import Lines, address_of, explained, read_event
 from headmax.serve.conversation import Local, Partner, Usage, told
 from tests.generate.checkpoint import make_tokenizer, save
 
@@ -103,6 +103,12 @@ def test_a_prompt_that_differs_is_read_from_the_longest_beginning() -> None:
     talk = [*start, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
     assert [local.reply(messages, lambda text: None).cached > 0 for messages in (start, talk, talk, start)] == [False, True, True, True]
     assert local.reply([{"role": "user", "content": "z"}], lambda text: None).cached == 0
+
+
+def test_lines_end_at_line_feeds_alone() -> None:
+    lines = Lines()
+    assert lines.push("a\u2028\x85b\nc") == ["a\u2028\x85b"]
+    assert lines.push("d\n\ne\n") == ["cd", "", "e"]
 
 
 def test_events_and_addresses() -> None:

@@ -17,6 +17,17 @@ def address_of(target: str) -> str:
     return root + "/" if root.endswith("/v1") else f"{root}/v1/"
 
 
+class Lines:
+    """The lines of a stream, whose text comes in parts. Only a line feed ends one: texts hold all else that Unicode calls a line's end."""
+
+    def __init__(self) -> None:
+        self.rest = ""
+
+    def push(self, text: str) -> list[str]:
+        *lines, self.rest = (self.rest + text).split("\n")
+        return lines
+
+
 def read_event(line: str) -> dict[str, Any]:
     """The event on a line of a stream, {} where there is none; ValueError where it is an error."""
     name, _, content = line.partition(":")

@@ -10,7 +10,7 @@ from headmax.generate.engine import Engine, Request
 from headmax.generate.prefix import PrefixState
 from headmax.generate.terminal import Settings, Shown
 from headmax.serve.chat import Chat, end_tokens
-from headmax.serve.client import address_of, explained, read_event
+from headmax.serve.client import Lines, address_of, explained, read_event
 
 if TYPE_CHECKING:
     import httpx2
@@ -69,8 +69,8 @@ class Remote:
         with self.http.stream("POST", "chat/completions", json=body) as answer:
             if answer.is_error:
                 raise ValueError(explained(answer.read()))
-            for line in answer.iter_lines():
-                event = read_event(line)
+            lines = Lines()
+            for event in (read_event(line) for text in answer.iter_text() for line in lines.push(text)):
                 usage = event.get("usage") or usage
                 for choice in event.get("choices", []):
                     finish = choice.get("finish_reason") or finish

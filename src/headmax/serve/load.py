@@ -15,7 +15,7 @@ import httpx2
 import numpy as np
 
 from headmax.records import Record, Recorder
-from headmax.serve.client import address_of, explained, read_event
+from headmax.serve.client import Lines, address_of, explained, read_event
 
 WORDS = "the of and to in is was for on as with by at from that it his were are which this be or had not her one their has its"
 PERCENTILES = (50, 90, 99)
@@ -107,18 +107,24 @@ class Endpoint:
         async with self.http.stream("POST", "completions", json=body) as response:
             if response.is_error:
                 raise ValueError(explained(await response.aread()))
-            async for line in response.aiter_lines():
-                event = read_event(line)
-                for choice in event.get("choices", []):
-                    part = choice["token_ids"] if exact else choice["text"]
-                    if part:
-                        timing.arrived.append(time.perf_counter())
-                        timing.tokens += len(part) if exact else 1
-                        answer += part
-                if usage := event.get("usage"):
-                    timing.tokens, timing.prompt = usage["completion_tokens"], usage["prompt_tokens"]
-                    timing.cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+            lines = Lines()
+            async for text in response.aiter_text():
+                for event in map(read_event, lines.push(text)):
+                    answer += self._take(event, exact, timing)
         return answer
+
+    @staticmethod
+    def _take(event: dict[str, Any], exact: bool, timing: Timing) -> Any:
+        """What an event adds to the answer."""
+        if usage := event.get("usage"):
+            timing.tokens, timing.prompt = usage["completion_tokens"], usage["prompt_tokens"]
+            timing.cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        parts = [choice["token_ids"] if exact else choice["text"] for choice in event.get("choices", [])]
+        part = parts[0] if parts else [] if exact else ""
+        if part:
+            timing.arrived.append(time.perf_counter())
+            timing.tokens += len(part) if exact else 1
+        return part
 
 
 async def play(trace: Trace, answerer: Answerer) -> list[Timing]:
