@@ -110,10 +110,9 @@ def stream(url: str, prompt: list[int], begun: threading.Barrier) -> tuple[str, 
     body = {"model": "tiny", "prompt": prompt, "max_tokens": LONG, "ignore_eos": True, "stream": True, "return_token_ids": True}
     count, code = 0, None
     with httpx2.stream("POST", f"{url}/v1/completions", json=body, trust_env=False, timeout=SECONDS) as answer:
-        lines = answer.iter_lines()
-        next(lines)
-        begun.wait(SECONDS)
-        for line in lines:
+        for number, line in enumerate(answer.iter_lines()):
+            if number == 0:
+                begun.wait(SECONDS)
             if line.startswith("data: {"):
                 event = json.loads(line[6:])
                 code = event["error"]["code"] if "error" in event else code

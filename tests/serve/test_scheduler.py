@@ -147,11 +147,10 @@ class Steps:
         self.events: list[tuple[str, int]] = []
         read, run = scheduler.prompts.read, scheduler.lanes.run
 
-        def noted_read(reading: Any) -> bool:
-            before = reading.position
-            whole = read(reading)
-            self.events.append(("read", reading.position - before))
-            return whole
+        def noted_read(group: Any) -> None:
+            before = sum(reading.position for reading in group)
+            read(group)
+            self.events.append(("read", sum(reading.position for reading in group) - before))
 
         def noted_run(wanted: Any) -> Any:
             self.events.append(("step", len(wanted)))
@@ -190,8 +189,32 @@ def test_short_prompts_are_read_together_before_a_step(monkeypatch: pytest.Monke
         scheduler.start()
         for caller in callers:
             caller.wait()
-    assert steps.events[:6] == [("read", 50)] * 5 + [("step", 5)]
-    assert steps.events[6:9] == [("read", 50)] * 2 + [("step", 7)]
+    assert steps.events[:4] == [("read", 250), ("step", 5), ("read", 100), ("step", 7)]
+
+
+def test_prompts_that_cannot_be_read_together_are_read_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too long, too short beside the others, scored, or when the pass over several fails."""
+    alone = Alone()
+    lengths = [100, 90, 20, 60, 300, 129]
+    with scheduling(piece=1000, max_batch=8, start=False) as scheduler:
+        steps, groups = Steps(scheduler, monkeypatch), []
+        read = scheduler.prompts.read
+
+        def failing(group: Any) -> None:
+            groups.append(sorted(len(reading.tokens) for reading in group))
+            if len(groups) == 1:
+                raise torch.OutOfMemoryError("once")
+            read(group)
+
+        monkeypatch.setattr(scheduler.prompts, "read", failing)
+        callers = [job(tokens(length, seed=length), 5, temperature=0.0) for length in lengths]
+        submit(scheduler, *callers, job(tokens(95), 1, scored=True))
+        scheduler.start()
+        for caller, length in zip(callers, lengths, strict=True):
+            assert caller.wait().tokens[0] == alone(tokens(length, seed=length), 5, GREEDY, eos=False).tokens
+    assert groups[0] == [60, 90, 100]
+    assert all(len(group) == 1 for group in groups[1:])
+    assert sum(count for name, count in steps.events if name == "read") == sum(lengths) + 95
 
 
 def test_a_step_or_a_prompt_that_fails_takes_no_one_else_along(monkeypatch: pytest.MonkeyPatch) -> None:

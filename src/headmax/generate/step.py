@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,18 @@ from headmax.models import HeadmaxCache, HeadmaxForCausalLM
 from headmax.models.decoding import Replay, make_slots
 
 State = RecurrentState | AttentionState
+
+
+class Entry(NamedTuple):
+    """A sequence on its way into a slot."""
+
+    states: Sequence[State]
+    """After all but the last token of its text."""
+    text: Tensor
+    """[n] on the host"""
+    generated: int
+    """How many of the text's last tokens it has generated; as many in all that enter together."""
+    rules: Sampling
 
 
 class Fetched:
@@ -70,12 +82,17 @@ class Step:
         self.position.copy_(torch.tensor(positions))
 
     @torch.no_grad()
-    def put(self, slot: int, states: Sequence[State], text: Tensor, generated: int, rules: Sampling) -> None:
-        """Puts one sequence into a slot: `states` after all but the last token of `text` [n], of which it has generated the last few."""
-        self._store(slot, states)
-        self.position[slot] = len(text) - 1
-        self.tokens[slot] = text[-1]
-        self.sampler.put(slot, rules, text, text[len(text) - generated :])
+    def put(self, slots: Sequence[int], sequences: Sequence[Entry]) -> None:
+        """Puts sequences into slots."""
+        device, texts = self.tokens.device, [sequence.text for sequence in sequences]
+        index = torch.tensor(slots, device=device)
+        if len(slots) == 1:
+            self._store(slots[0], sequences[0].states)
+        else:
+            self._store_together(slots, index, [sequence.states for sequence in sequences])
+        self.position[index] = torch.tensor([len(text) - 1 for text in texts]).to(device)
+        self.tokens[index] = torch.stack([text[-1] for text in texts]).to(device)
+        self.sampler.put(index, [sequence.rules for sequence in sequences], texts, sequences[0].generated)
 
     @torch.no_grad()
     def take(self, slot: int, length: int) -> tuple[State, ...]:
@@ -95,12 +112,27 @@ class Step:
         self.sampler.move(source, target)
 
     def _store(self, slot: int, states: Sequence[State]) -> None:
-        for slots, state in zip(self.memory, states, strict=True):
-            row = slots.rows(slice(slot, slot + 1))
-            row.store(state)  # type: ignore[arg-type]
-            if isinstance(row, AttentionSlots) and isinstance(state, AttentionState):  # a NaN left there would reach what masks it
-                row.keys[:, :, state.keys.shape[2] :].zero_()
-                row.values[:, :, state.keys.shape[2] :].zero_()
+        for memory, state in zip(self.memory, states, strict=True):
+            self._store_in(memory, slot, state)
+
+    @staticmethod
+    def _store_in(memory: RecurrentSlots | AttentionSlots, slot: int, state: State) -> None:
+        row = memory.rows(slice(slot, slot + 1))
+        row.store(state)  # type: ignore[arg-type]
+        if isinstance(row, AttentionSlots) and isinstance(state, AttentionState):  # a NaN left there would reach what masks it
+            row.keys[:, :, state.keys.shape[2] :].zero_()
+            row.values[:, :, state.keys.shape[2] :].zero_()
+
+    def _store_together(self, slots: Sequence[int], index: Tensor, states: Sequence[Sequence[State]]) -> None:
+        """Recurrent states of all sequences at once, layer by layer: a few copies in all, not a few for each sequence."""
+        for memory, own in zip(self.memory, zip(*states, strict=True), strict=True):
+            if isinstance(memory, RecurrentSlots):
+                memory.recurrent.index_copy_(0, index, torch.cat([state.recurrent for state in own]).to(memory.recurrent.dtype))
+                for kept, new in zip(memory.conv, zip(*(state.conv for state in own), strict=True), strict=True):
+                    kept.index_copy_(0, index, torch.cat(new).to(kept.dtype))
+            else:
+                for slot, state in zip(slots, own, strict=True):
+                    self._store_in(memory, slot, state)
 
     def logits(self, rows: int) -> Tensor:
         """Feeds `tokens` to the first slots: float32 logits [rows, vocabulary] of what comes after them."""

@@ -11,16 +11,19 @@ from collections import deque
 import torch
 
 from headmax.generate.sampling import NO_TOKEN
+from headmax.generate.step import Entry
 from headmax.models import HeadmaxForCausalLM
 from headmax.serve.cache import PrefixCache
 from headmax.serve.job import Choice, Closed, Ended, Event, Failed, Full, Job, NewToken, Read
-from headmax.serve.lanes import FirstToken, Lanes, Outcome, Wait
+from headmax.serve.lanes import Asked, FirstTokens, Lanes, Outcome, Wait
 from headmax.serve.metrics import Metrics
 from headmax.serve.prompts import Pieces, Prompts, Reading
 from headmax.serve.watch import Watches, gates_of
 
 logger = logging.getLogger("headmax")
 
+MOST_FIRST = 64
+"""First tokens that are sampled at a time."""
 MOST_FAILURES = 3
 """Steps in a row that may fail before the scheduler gives up."""
 
@@ -51,7 +54,7 @@ class Scheduler:
         self.model, self.lanes, self.cache, self.pieces, self.queue = model, lanes, cache, pieces, queue
         self.ahead = (1 if model.device.type == "cuda" else 0) if ahead is None else ahead
         self.metrics = Metrics() if metrics is None else metrics
-        self.first = FirstToken(model)
+        self.first = FirstTokens(model, 1 if pieces.exact else MOST_FIRST)
         self.prompts = Prompts(model, cache, pieces, self.wake)
         self.changed = threading.Condition()
         self.version = 0
@@ -201,33 +204,43 @@ class Scheduler:
     def _read(self) -> bool:
         """Pieces of prompts, as many as may come between two steps; at least one if there is any."""
         left = self.pieces.most
-        while (reading := self.prompts.next(left)) is not None:
-            before = reading.position
-            self._read_piece(reading)
-            left -= max(1, reading.position - before)
-            if left <= 0 or reading.job is None:
+        while group := self.prompts.next(left):
+            left -= max(1, self._read_group(group))
+            if left <= 0 or group[0].job is None:
                 return True
         return left < self.pieces.most
 
-    def _read_piece(self, reading: Reading) -> None:
-        """One piece of one text."""
-        before = reading.position
+    def _read_group(self, group: list[Reading]) -> int:
+        """One piece of one text, or several texts in one pass. How many tokens."""
+        before = [reading.position for reading in group]
         try:
-            whole = self.prompts.read(reading)
+            self.prompts.read(group)
         except Exception as error:  # such as too little memory for it
-            logger.exception("reading a prompt failed")
-            reading.over = True
-            if reading.job is None:
-                self.prompts.later.remove(reading)
-            else:
-                self._fail(reading.job, error)
+            self._reading_failed(group, error)
+            return 0
+        for reading, start in zip(group, before, strict=True):
+            if reading.job is not None:
+                self.metrics.read.inc(reading.position - start)
+                if reading.job.watched and reading.reader is not None:
+                    self._tell(reading.job, gates_of(reading.reader, reading.position - start))
+                if reading.over:
+                    self._has_read(reading, reading.job)
+        return sum(reading.position for reading in group) - sum(before)
+
+    def _reading_failed(self, group: list[Reading], error: Exception) -> None:
+        """Who was read alone fails; of several each is tried by itself."""
+        if len(group) > 1:
+            logger.warning("reading %d prompts together failed: %s", len(group), " ".join(str(error).split())[:200])
+            for reading in group:
+                reading.alone = True
             return
-        if reading.job is not None:
-            self.metrics.read.inc(reading.position - before)
-            if reading.job.watched and reading.reader is not None:
-                self._tell(reading.job, gates_of(reading.reader, reading.position - before))
-            if whole:
-                self._has_read(reading, reading.job)
+        logger.error("reading a prompt failed", exc_info=error)
+        (reading,) = group
+        reading.over = True
+        if reading.job is None:
+            self.prompts.later.remove(reading)
+        else:
+            self._fail(reading.job, error)
 
     def _has_read(self, reading: Reading, job: Job) -> None:
         if self.cache is not None:
@@ -246,33 +259,44 @@ class Scheduler:
         """First tokens, and slots for those who go on, in the order in which prompts were read."""
         entered = False
         while self.ready and self.lanes.free():
-            reading, choices = self.ready[0]
-            number = choices.pop(0)
-            if not choices:
-                self.ready.popleft()
-            job = reading.job
-            assert job is not None
-            if number in job.cancelled_choices:
-                self._close(job)
-            else:
-                try:
-                    self._begin(reading, job, number)
-                except Exception as error:
-                    logger.exception("the first token of a request failed")
+            begun: list[tuple[Reading, Choice]] = []
+            while self.ready and len(begun) < min(self.lanes.free(), self.first.rows):
+                reading, choices = self.ready[0]
+                number = choices.pop(0)
+                if not choices:
+                    self.ready.popleft()
+                job = reading.job
+                assert job is not None
+                if number in job.cancelled_choices:
+                    self._close(job)
+                else:
+                    begun.append((reading, Choice(job, number, job.rules[number], job.features(job.rules[number]))))
+            try:
+                self._begin(begun)
+            except Exception as error:
+                logger.exception("first tokens failed")
+                for job in {choice.job for _, choice in begun}:
                     self._fail(job, error)
             entered = True
         return entered
 
-    def _begin(self, reading: Reading, job: Job, number: int) -> None:
-        """The first token of a choice, and its slot if there are to be more."""
-        assert reading.reader is not None
-        assert reading.hidden is not None
-        rules = job.rules[number]
-        choice = Choice(job, number, rules, job.features(rules))
-        outcome = self.first(reading.reader.logits(reading.hidden), job.tokens, rules, choice.features)
-        if self._note(choice, outcome):
-            text = torch.cat([job.tokens, torch.tensor(choice.new)])
-            self.running[self.lanes.enter(reading.reader.states(), text, 1, rules)] = choice
+    def _begin(self, begun: list[tuple[Reading, Choice]]) -> None:
+        """The first tokens of choices, and slots for those that are to have more."""
+        if not begun:
+            return
+        asked = []
+        for reading, choice in begun:
+            assert reading.logits is not None
+            asked.append(Asked(reading.logits, choice.job.tokens, choice.rules, choice.features))
+        going = []
+        for (reading, choice), outcome in zip(begun, self.first(asked), strict=True):
+            if not choice.job.cancelled and self._note(choice, outcome):
+                going.append((reading, choice))
+        going = [(reading, choice) for reading, choice in going if not choice.job.cancelled]
+        if going:
+            texts = [torch.cat([choice.job.tokens, torch.tensor(choice.new)]) for _, choice in going]
+            entries = [Entry(reading.states(), text, 1, choice.rules) for (reading, choice), text in zip(going, texts, strict=True)]
+            self.running.update(zip(self.lanes.enter(entries), (choice for _, choice in going), strict=True))
 
     def _decode(self) -> bool:
         """Launches a step of all that want one, and takes what an earlier one gave."""
