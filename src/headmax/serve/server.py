@@ -65,14 +65,18 @@ def make_cache(model: HeadmaxForCausalLM, config: ServerConfig) -> PrefixCache |
     return PrefixCache(config.chunk, limits, folder)
 
 
+def make_scheduler(model: HeadmaxForCausalLM, config: ServerConfig, state_dtype: torch.dtype = torch.float32) -> Scheduler:
+    """With its slots and its prefix cache; not running yet."""
+    pieces = Pieces(config.chunk, max(config.piece, config.chunk), config.deterministic)
+    lanes = make_lanes(model, config, state_dtype)
+    return Scheduler(model.eval(), lanes, pieces=pieces, cache=make_cache(model, config), queue=config.queue)
+
+
 def make_service(
     model: HeadmaxForCausalLM, config: ServerConfig, tokenizer: Any = None, state_dtype: torch.dtype = torch.float32
 ) -> Service:
     """Everything but the socket; the scheduler is running."""
-    pieces = Pieces(config.chunk, max(config.piece, config.chunk), config.deterministic)
-    scheduler = Scheduler(
-        model.eval(), make_lanes(model, config, state_dtype), pieces=pieces, cache=make_cache(model, config), queue=config.queue
-    )
+    scheduler = make_scheduler(model, config, state_dtype)
     words = None if tokenizer is None else Words(tokenizer)
     return Service(config, scheduler.start(), words, model.config.vocab_size, end_tokens(model, tokenizer))
 
