@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,12 @@ from headmax.models import HeadmaxCache, HeadmaxForCausalLM
 from headmax.models.decoding import Replay, make_slots
 
 State = RecurrentState | AttentionState
+Taken = Callable[[], tuple[State, ...]]
+
+
+@torch.no_grad()
+def _own(copies: Sequence[RecurrentSlots | list[State]], row: int) -> tuple[State, ...]:
+    return tuple(_copy(x.rows(slice(row, row + 1)), 0) if isinstance(x, RecurrentSlots) else x[row] for x in copies)
 
 
 class Entry(NamedTuple):
@@ -95,9 +102,18 @@ class Step:
         self.sampler.put(index, [sequence.rules for sequence in sequences], texts, sequences[0].generated)
 
     @torch.no_grad()
-    def take(self, slot: int, length: int) -> tuple[State, ...]:
-        """A copy of the states in a slot, after `length` tokens."""
-        return tuple(_copy(slots.rows(slice(slot, slot + 1)), length) for slots in self.memory)
+    def take(self, slots: Sequence[int], lengths: Sequence[int]) -> list[Taken]:
+        """Copies of the states in some slots, after so many tokens each. They are made together; a call gives one sequence's own."""
+        index = torch.tensor(slots, device=self.tokens.device)
+        copies: list[RecurrentSlots | list[State]] = []
+        for memory in self.memory:
+            if isinstance(memory, RecurrentSlots):
+                inputs = None if memory.inputs is None else memory.inputs.index_select(0, index)
+                copies.append(RecurrentSlots(memory.recurrent.index_select(0, index), inputs, memory.channels))
+            else:
+                pairs = zip(slots, lengths, strict=True)
+                copies.append([_copy(memory.rows(slice(slot, slot + 1)), length) for slot, length in pairs])
+        return [functools.partial(_own, copies, row) for row in range(len(slots))]
 
     @torch.no_grad()
     def move(self, source: int, target: int) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headmax.analysis.gates import Layer
 from headmax.generate.sampling import Features, Sampling
+from headmax.generate.step import Taken
 
 Likeliest = list[tuple[int, float]]
 """Token ids with their log-probabilities, the most likely first."""
@@ -92,6 +93,11 @@ class Job:
     cancelled_choices: set[int] = field(default_factory=set)
     open: int = 0
     """Choices that have not ended."""
+    length: int = field(init=False)
+    """Tokens of the prompt."""
+
+    def __post_init__(self) -> None:
+        self.length = len(self.tokens)
 
     def features(self, rules: Sampling) -> Features:
         """What a choice's step must compute."""
@@ -110,7 +116,7 @@ class Choice:
     """Its tokens so far, as the host knows them."""
     launched: int = 1
     """How many there are once all steps under way have ended."""
-    mark: tuple[int, tuple] | None = None
+    mark: tuple[int, Taken] | None = None
     """A number of tokens, and a copy of the states after them, to be kept when it ends."""
     done: bool = False
     last: float = field(default_factory=time.monotonic)
@@ -119,4 +125,4 @@ class Choice:
     @property
     def fed(self) -> int:
         """Tokens of the text that the states in its slot hold."""
-        return len(self.job.tokens) + self.launched - 1
+        return self.job.length + self.launched - 1

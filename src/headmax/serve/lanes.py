@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headmax.generate.sampling import Features, Sampled, Sampler, Sampling
-from headmax.generate.step import Entry, Fetched, State, Step
+from headmax.generate.step import Entry, Fetched, Step, Taken
 from headmax.models import HeadmaxForCausalLM
 from headmax.serve.job import Likeliest
 
@@ -38,8 +38,8 @@ class Lanes(Protocol):
 
     def leave(self, slot: int) -> None: ...
 
-    def take(self, slot: int, length: int) -> tuple[State, ...]:
-        """A copy of the states in a slot."""
+    def take(self, slots: Sequence[int], lengths: Sequence[int]) -> list[Taken]:
+        """Copies of the states in slots, as `Step.take` makes them."""
 
     def run(self, wanted: Mapping[int, Features]) -> Wait:
         """One step of these slots."""
@@ -109,8 +109,8 @@ class Batch:
         self.used.remove(slot)
         heapq.heappush(self.empty, slot)
 
-    def take(self, slot: int, length: int) -> tuple[State, ...]:
-        return self.step.take(slot, length)
+    def take(self, slots: Sequence[int], lengths: Sequence[int]) -> list[Taken]:
+        return self.step.take(slots, lengths)
 
     def run(self, wanted: Mapping[int, Features]) -> Wait:
         features = union(wanted.values())
@@ -154,8 +154,8 @@ class Apart:
     def leave(self, slot: int) -> None:
         heapq.heappush(self.empty, slot)
 
-    def take(self, slot: int, length: int) -> tuple[State, ...]:
-        return self.steps[slot].take(0, length)
+    def take(self, slots: Sequence[int], lengths: Sequence[int]) -> list[Taken]:
+        return [self.steps[slot].take([0], [length])[0] for slot, length in zip(slots, lengths, strict=True)]
 
     def run(self, wanted: Mapping[int, Features]) -> Wait:
         made: dict[int, Outcome] = {}

@@ -304,9 +304,9 @@ class Scheduler:
         if going:
             try:
                 wait = self.lanes.run({slot: choice.features for slot, choice in going.items()})
-                for slot, choice in going.items():
+                for choice in going.values():
                     choice.launched += 1
-                    self._mark(slot, choice)
+                self._mark(going)
             except Exception as error:
                 self._step_failed(error)
                 return True
@@ -395,12 +395,19 @@ class Scheduler:
         if self.pieces.exact:
             self.prompts.keep_later(text, len(choice.new))
         elif choice.mark is not None and choice.mark[0] <= len(text):
-            self.cache.put(text[: choice.mark[0]], choice.mark[1])
+            with contextlib.suppress(torch.OutOfMemoryError):  # then it is not kept
+                self.cache.put(text[: choice.mark[0]], choice.mark[1]())
 
-    def _mark(self, slot: int, choice: Choice) -> None:
-        """Copies the states of a slot where a chunk ends: the last such copy is kept when the turn ends."""
-        if self.cache is not None and not self.pieces.exact and choice.fed % self.pieces.chunk == 0:
-            try:
-                choice.mark = choice.fed, self.lanes.take(slot, choice.fed)
-            except torch.OutOfMemoryError:
-                choice.mark = None
+    def _mark(self, going: dict[int, Choice]) -> None:
+        """Copies the states of slots where a chunk ends: the last such copy is kept when the turn ends."""
+        if self.cache is None or self.pieces.exact:
+            return
+        ends = {slot: choice for slot, choice in going.items() if choice.fed % self.pieces.chunk == 0}
+        if not ends:
+            return
+        for choice in ends.values():
+            choice.mark = None
+        with contextlib.suppress(torch.OutOfMemoryError):
+            taken = self.lanes.take(list(ends), [choice.fed for choice in ends.values()])
+            for choice, states in zip(ends.values(), taken, strict=True):
+                choice.mark = choice.fed, states
