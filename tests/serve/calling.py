@@ -91,7 +91,7 @@ def scheduling(
 ) -> Iterator[Scheduler]:
     """A scheduler in chunks of 128; `changes` are those of a server's configuration, or of `Scheduler`."""
     model = make_model() if model is None else model
-    options = {name: changes.pop(name) for name in ("ahead", "queue") if name in changes}
+    options = {name: changes.pop(name) for name in ("ahead", "queue", "feed") if name in changes}
     config = ServerConfig(**{"name": "tiny", "chunk": 128, "piece": 128, "max_batch": 4, "max_length": 2000} | changes)
     kept = (PrefixCache(config.chunk, {"cpu": cache}) if cache else None) if isinstance(cache, int) else cache
     pieces = Pieces(config.chunk, config.piece, config.deterministic)

@@ -43,6 +43,33 @@ def test_jobs_at_any_time_give_what_each_gives_alone(name: str, ahead: int) -> N
         assert soon(lambda: not scheduler.running and scheduler.lanes.free() == 4)
 
 
+@everywhere
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_the_end_of_a_prompt_can_be_read_by_steps(name: str, ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a prefix hit, of one choice or several, at once beside others; not where the sampler must know what was sampled."""
+    alone, document = Alone(make_model(name)), tokens(256, seed=5)
+    with scheduling(make_model(name), ahead=ahead, feed=8, max_batch=6, start=False) as scheduler:
+        steps = Steps(scheduler, monkeypatch)
+        scheduler.start()
+        submit(scheduler, job([*document, 9], 1))[0].wait()
+        before = len(steps.events)
+        tails = [tokens(count, seed=count) for count in (1, 3, 8, 9)]
+        callers = submit(scheduler, *(job(document + tail, 1 + 9 * (n % 2), (3, 4), logprobs=True) for n, tail in enumerate(tails)))
+        penalized = submit(scheduler, job([*document, 7, 8], 10, (3,), repetition_penalty=1.3))[0]
+        for caller in (*callers, penalized):
+            assert caller.wait().cached == 256
+        for tail, caller in zip(tails, callers, strict=True):
+            for choice, seed in enumerate((3, 4)):
+                rules = Sampling(seed=seed)
+                expected = alone(document + tail, caller.job.max_new_tokens, rules, eos=False)
+                assert alone.tied(document + tail, expected.tokens, caller.tokens[choice], rules)
+                if expected.tokens == caller.tokens[choice]:
+                    assert caller.logprobs[choice] == pytest.approx(expected.logprobs, abs=1e-3)
+        expected = alone([*document, 7, 8], 10, Sampling(seed=3, repetition_penalty=1.3), eos=False)
+        assert penalized.tokens[0] == expected.tokens
+    assert sorted(count for kind, count in steps.events[before:] if kind == "read") == [2, 9]
+
+
 def test_every_rule_is_kept_beside_others() -> None:
     """Penalties, truncation and stop tokens of one choice leave the others alone; slots are used again and again."""
     alone, prompt = Alone(), tokens(20)

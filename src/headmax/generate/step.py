@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -100,6 +100,12 @@ class Step:
         self.position[index] = torch.tensor([len(text) - 1 for text in texts]).to(device)
         self.tokens[index] = torch.stack([text[-1] for text in texts]).to(device)
         self.sampler.put(index, [sequence.rules for sequence in sequences], texts, sequences[0].generated)
+
+    @torch.no_grad()
+    def feed(self, tokens: Mapping[int, int]) -> None:
+        """What some slots are to be fed in the next step, in place of what was sampled."""
+        index = torch.tensor(list(tokens), device=self.tokens.device)
+        self.tokens[index] = torch.tensor(list(tokens.values())).to(self.tokens.device)
 
     @torch.no_grad()
     def take(self, slots: Sequence[int], lengths: Sequence[int]) -> list[Taken]:

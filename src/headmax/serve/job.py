@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -115,7 +116,9 @@ class Choice:
     new: list[int] = field(default_factory=list)
     """Its tokens so far, as the host knows them."""
     launched: int = 1
-    """How many there are once all steps under way have ended."""
+    """How many there are once all steps under way have ended; below 1 while steps read the prompt's end."""
+    feed: deque[int] = field(default_factory=deque)
+    """The end of its prompt, where steps are to read that."""
     mark: tuple[int, Taken] | None = None
     """A number of tokens, and a copy of the states after them, to be kept when it ends."""
     done: bool = False

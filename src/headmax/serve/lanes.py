@@ -41,6 +41,9 @@ class Lanes(Protocol):
     def take(self, slots: Sequence[int], lengths: Sequence[int]) -> list[Taken]:
         """Copies of the states in slots, as `Step.take` makes them."""
 
+    def feed(self, tokens: Mapping[int, int]) -> None:
+        """What some slots are to be fed in the next step."""
+
     def run(self, wanted: Mapping[int, Features]) -> Wait:
         """One step of these slots."""
 
@@ -112,6 +115,9 @@ class Batch:
     def take(self, slots: Sequence[int], lengths: Sequence[int]) -> list[Taken]:
         return self.step.take(slots, lengths)
 
+    def feed(self, tokens: Mapping[int, int]) -> None:
+        self.step.feed(tokens)
+
     def run(self, wanted: Mapping[int, Features]) -> Wait:
         features = union(wanted.values())
         rows = self.rows(max(wanted) + 1)
@@ -156,6 +162,10 @@ class Apart:
 
     def take(self, slots: Sequence[int], lengths: Sequence[int]) -> list[Taken]:
         return [self.steps[slot].take([0], [length])[0] for slot, length in zip(slots, lengths, strict=True)]
+
+    def feed(self, tokens: Mapping[int, int]) -> None:
+        for slot, token in tokens.items():
+            self.steps[slot].feed({0: token})
 
     def run(self, wanted: Mapping[int, Features]) -> Wait:
         made: dict[int, Outcome] = {}

@@ -128,6 +128,20 @@ class Prompts:
             self.later.popleft()
         return []
 
+    def skim(self, most: int) -> list[Reading]:
+        """Texts of which so few tokens are left that steps shall read them, beside those that decode; they are no longer read here."""
+        found = [reading for reading in self.reading if self._ready(reading) and self._short(reading, most)]
+        for reading in found:
+            reading.over = True
+            self.reading.remove(reading)
+        return found
+
+    def _short(self, reading: Reading, most: int) -> bool:
+        job = reading.job
+        if self.pieces.exact or reading.error is not None or job is None or not 0 < reading.left <= most or not reading.position:
+            return False
+        return not (job.scored or job.watched or any(rules.penalized for rules in job.rules)) and job.max_new_tokens > 0
+
     def _beside(self, chosen: Reading, ready: list[Reading], most: int) -> list[Reading]:
         """Further texts that one pass reads from their start to their end, of similar length, so that padding wastes little."""
         if not self._whole(chosen):

@@ -44,15 +44,19 @@ class Scheduler:
         cache: PrefixCache | None = None,
         queue: int = 256,
         ahead: int | None = None,
+        feed: int | None = None,
         metrics: Metrics | None = None,
     ) -> None:
         """
         Args:
             queue: most jobs that wait for a slot.
+            feed: tokens at a prompt's end that steps read, in place of a pass of its own; by default 16 on a GPU, where a pass takes as
+                long as many steps, and 1 elsewhere.
             ahead: steps that may be under way on the device while the host looks at an earlier one; by default 1 on a GPU.
         """
         self.model, self.lanes, self.cache, self.pieces, self.queue = model, lanes, cache, pieces, queue
         self.ahead = (1 if model.device.type == "cuda" else 0) if ahead is None else ahead
+        self.feed = (16 if model.device.type == "cuda" else 1) if feed is None else feed
         self.metrics = Metrics() if metrics is None else metrics
         self.first = FirstTokens(model, 1 if pieces.exact else MOST_FIRST)
         self.prompts = Prompts(model, cache, pieces, self.wake)
@@ -203,12 +207,17 @@ class Scheduler:
 
     def _read(self) -> bool:
         """Pieces of prompts, as many as may come between two steps; at least one if there is any."""
+        short = self.prompts.skim(self.feed)
+        for reading in short:
+            assert reading.job is not None
+            self.metrics.read.inc(reading.left)
+            self._has_read(reading, reading.job)
         left = self.pieces.most
         while group := self.prompts.next(left):
             left -= max(1, self._read_group(group))
             if left <= 0 or group[0].job is None:
                 return True
-        return left < self.pieces.most
+        return bool(short) or left < self.pieces.most
 
     def _read_group(self, group: list[Reading]) -> int:
         """One piece of one text, or several texts in one pass. How many tokens."""
@@ -282,27 +291,39 @@ class Scheduler:
 
     def _begin(self, begun: list[tuple[Reading, Choice]]) -> None:
         """The first tokens of choices, and slots for those that are to have more."""
-        if not begun:
+        self._begin_short([(reading, choice) for reading, choice in begun if reading.logits is None])
+        whole = [(reading, choice, reading.logits) for reading, choice in begun if reading.logits is not None]
+        if not whole:
             return
-        asked = []
-        for reading, choice in begun:
-            assert reading.logits is not None
-            asked.append(Asked(reading.logits, choice.job.tokens, choice.rules, choice.features))
+        asked = [Asked(logits, choice.job.tokens, choice.rules, choice.features) for _, choice, logits in whole]
         going = []
-        for (reading, choice), outcome in zip(begun, self.first(asked), strict=True):
+        for (reading, choice, _), outcome in zip(whole, self.first(asked), strict=True):
             if not choice.job.cancelled and self._note(choice, outcome):
                 going.append((reading, choice))
         going = [(reading, choice) for reading, choice in going if not choice.job.cancelled]
         if going:
-            texts = [torch.cat([choice.job.tokens, torch.tensor(choice.new)]) for _, choice in going]
+            texts = [torch.cat([choice.job.tokens, torch.tensor(choice.new, dtype=torch.int64)]) for _, choice in going]
             entries = [Entry(reading.states(), text, 1, choice.rules) for (reading, choice), text in zip(going, texts, strict=True)]
             self.running.update(zip(self.lanes.enter(entries), (choice for _, choice in going), strict=True))
+
+    def _begin_short(self, begun: list[tuple[Reading, Choice]]) -> None:
+        """Slots for choices whose prompt's end is left to steps."""
+        if not begun:
+            return
+        entries = []
+        for reading, choice in begun:
+            at = reading.position
+            choice.launched, choice.feed = 1 - reading.left, deque(choice.job.tokens[at:].tolist())
+            entries.append(Entry(reading.states(), choice.job.tokens[: at + 1], 0, choice.rules))
+        self.running.update(zip(self.lanes.enter(entries), (choice for _, choice in begun), strict=True))
 
     def _decode(self) -> bool:
         """Launches a step of all that want one, and takes what an earlier one gave."""
         going = {slot: choice for slot, choice in self.running.items() if choice.launched < choice.job.max_new_tokens}
         if going:
             try:
+                if fed := {slot: choice.feed.popleft() for slot, choice in going.items() if choice.feed}:
+                    self.lanes.feed(fed)
                 wait = self.lanes.run({slot: choice.features for slot, choice in going.items()})
                 for choice in going.values():
                     choice.launched += 1
@@ -310,7 +331,7 @@ class Scheduler:
             except Exception as error:
                 self._step_failed(error)
                 return True
-            self.pending.append((going, wait))
+            self.pending.append(({slot: choice for slot, choice in going.items() if choice.launched > 0}, wait))
         took = False
         while len(self.pending) > (self.ahead if going else 0):
             self._take(*self.pending.popleft())
@@ -391,7 +412,7 @@ class Scheduler:
         self.lanes.leave(slot)
         if self.cache is None:
             return
-        text = torch.cat([choice.job.tokens, torch.tensor(choice.new)])
+        text = torch.cat([choice.job.tokens, torch.tensor(choice.new, dtype=torch.int64)])
         if self.pieces.exact:
             self.prompts.keep_later(text, len(choice.new))
         elif choice.mark is not None and choice.mark[0] <= len(text):
