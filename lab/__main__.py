@@ -29,6 +29,11 @@ LAB = Program(
                 "lab.cli.bench:train",
                 "Time training steps beside flash-linear-attention in all its ways, first steps, and kernels by kind.",
             ),
+            Command(
+                "bench serve",
+                "lab.cli.bench:serve",
+                "Time the server's scheduler beside the static engine, first tokens after a prefix hit, and decoding while others read.",
+            ),
             Command("bench drift", "lab.cli.bench:drift", "Measure how far logits move when states are kept in bfloat16."),
             Command("bench fit", "lab.cli.bench:fit", "Compile the kernels for a GPU that is not at hand; exit code 1 if they do not fit."),
         ),

@@ -6,9 +6,10 @@ import sys
 from typing import Annotated, Literal
 
 from headmax.cli.bench import say, sizes
-from headmax.cli.options import Device, File, Recipe, Seconds, Words, at_least, find_device, metavar, one_of
+from headmax.cli.options import Device, File, Numbers, Recipe, Seconds, Words, at_least, find_device, metavar, one_of
 
 DTYPES = ("bfloat16", "float32")
+PARTS = ("static", "scheduler", "deterministic", "http", "hit", "prefill")
 
 
 def train(
@@ -89,3 +90,48 @@ def fit(
 
     if not check(capability, [getattr(torch, name) for name in dtypes], once):
         sys.exit(1)
+
+
+def serve(
+    recipe: Recipe = "softmax-gla-340m",
+    parts: Words = PARTS,
+    batches: Numbers = (64, 256),
+    prompt: int = 128,
+    new_tokens: int = 512,
+    waves: int = 4,
+    piece: int = 8192,
+    hit: int = 32_768,
+    device: Device = "auto",
+    dtype: Literal["bfloat16", "float32"] = "bfloat16",
+    out: File = None,
+) -> None:
+    """Time the server's scheduler beside the static engine, first tokens after a prefix hit, and decoding while others read.
+
+    Args:
+        recipe: the model, with random weights.
+        parts: what to measure: static, scheduler, deterministic, http, hit, prefill.
+        batches: batch sizes; the first is also that of decoding while others read.
+        prompt: tokens of each prompt.
+        new_tokens: tokens of each answer.
+        waves: requests of a run, in batches.
+        piece: most tokens of prompts to read between two steps.
+        hit: tokens that a prompt shares with an earlier one.
+        device: where to run; auto takes a GPU if there is one.
+        dtype: precision of the weights.
+        out: append the records to this file.
+    """
+    import torch
+
+    from headmax import records
+    from lab.bench.serve import Plan, measure
+
+    one_of("parts", parts, PARTS)
+    at_least(1, batches=batches, prompt=prompt, new_tokens=new_tokens, waves=waves, piece=piece, hit=hit)
+    if out is not None:
+        records.check(out)
+    plan = Plan(recipe, batches, prompt, new_tokens, waves, piece, hit, find_device(device), getattr(torch, dtype))
+    for record in measure(plan, parts):
+        shown = "".join(f"   {name} {value:.4g}" for name, value in record.extra.items())
+        say(record.line(width=48) + shown)
+        if out is not None:
+            records.append(out, [record])

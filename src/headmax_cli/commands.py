@@ -58,6 +58,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
             "headmax.cli.generate:generate",
             "Continue a text and stream the result; without a prompt, read lines from standard input.",
         ),
+        Command("chat", "headmax.cli.chat:chat", "Talk to a checkpoint or to a server, in the terminal."),
         Command("serve", "headmax.cli.serve:serve", "Answer requests over HTTP as OpenAI's interface does, many at a time."),
         Command("eval", "headmax.cli.evaluate:evaluate", "Run the paper's benchmarks on a model; rerun to resume."),
         Command("eval tables", "headmax.cli.evaluate:tables", "Render the paper's three tables with your results beside the paper's."),
@@ -70,6 +71,11 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         Command("bench kernels", "headmax.cli.bench:kernels", "Time the ops, forward and backward, against another library."),
         Command("bench train", "headmax.cli.bench:train", "Time whole training steps on this GPU, against another library."),
         Command("bench decode", "headmax.cli.bench:decode", "Time decoding, against another library."),
+        Command(
+            "bench serve",
+            "headmax.cli.bench_serve:serve",
+            "Time a server under a trace of requests, against transformers' generate in batches.",
+        ),
         Command("bench eval", "headmax.cli.bench:evaluation", "Time evaluation against lm-evaluation-harness's own Hugging Face class."),
         Command("bench tune", "headmax.cli.bench:tune", "Find the fastest kernel block sizes on this GPU."),
         Command("demo", "headmax.cli.demo:demo", "Train three small language models on Python's own source and compare them."),
@@ -81,7 +87,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
 COMMANDS = {command.name: command for group in GROUPS.values() for command in group}
 FAMILIES = {
     "data": "Turn text into token shards, and check them.",
-    "bench": "Time kernels, training, decoding and evaluation on your machine.",
+    "bench": "Time kernels, training, decoding, serving and evaluation on your machine.",
     "demo": COMMANDS["demo"].about,
     "eval": COMMANDS["eval"].about,
 }

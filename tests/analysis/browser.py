@@ -77,9 +77,9 @@ class Browser:
         assert "error" not in answer, answer
         return answer["result"]
 
-    def open(self, path: Path) -> None:
-        """Returns when the report says that it is ready."""
-        self.call("Page.navigate", url=path.resolve().as_uri())
+    def open(self, page: Path | str) -> None:
+        """A file or an address; returns when the page says that it is ready."""
+        self.call("Page.navigate", url=page if isinstance(page, str) else page.resolve().as_uri())
         deadline = time.monotonic() + 60
         while self("document.documentElement?.dataset.ready ?? null") is None:
             assert time.monotonic() < deadline, "the page did not get ready"
@@ -104,6 +104,11 @@ class Browser:
     def click(self, selector: str) -> None:
         self.mouse(selector, "mousePressed")
         self.mouse(selector, "mouseReleased")
+
+    def type(self, selector: str, text: str) -> None:
+        """In place of what the field has."""
+        self(f"document.querySelector({json.dumps(selector)}).select()")
+        self.call("Input.insertText", text=text)
 
     def key(self, key: str) -> None:
         text = {"text": key} if len(key) == 1 else {}

@@ -64,3 +64,23 @@ def test_drift_is_measured_after_a_sixteenth_and_every_doubling(lab: Called, tmp
 def test_steps_need_a_gpu(lab: Called) -> None:
     done = lab("bench", "train")
     assert (done.returncode, done.stderr) == (2, "lab: python -m lab bench train needs a CUDA GPU: this machine has cpu\n")
+
+
+def test_serving_is_measured_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a model so small that only the bookkeeping is tested."""
+    for package in ("starlette", "uvicorn", "prometheus_client", "httpx2"):
+        pytest.importorskip(package)
+    from lab.bench import serve
+    from tests.generate.checkpoint import make_model
+
+    monkeypatch.setattr(serve, "ours", lambda *_: make_model())
+    monkeypatch.setattr(serve, "STEPS", 64)
+    monkeypatch.setattr(serve, "LONG", 300)
+    plan = serve.Plan("tiny", (2,), prompt=9, new=6, waves=2, piece=512, hit=512, device="cpu", dtype=torch.float32)
+    found = {(r.case, r.metric): r for r in serve.measure(plan, ("static", "scheduler", "deterministic", "hit", "prefill"))}
+    assert all(record.value > 0 for record in found.values())
+    rates = {metric: record for (case, metric), record in found.items() if case == "tiny batch 2, 9 in 6 out"}
+    assert set(rates) == {f"{name}/tokens per second" for name in ("static engine", "scheduler", "scheduler, deterministic")}
+    assert rates["static engine/tokens per second"].extra["of the static engine"] == 1
+    assert [case for case, metric in found if metric == "time to first token"] == [f"tiny hit of 512, {n} new" for n in (1, 16, 128)]
+    assert found["tiny batch 2", "inter-token latency, others read p99"].extra["times"] > 0

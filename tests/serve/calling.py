@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import re
 import subprocess
 import sys
 import threading
@@ -26,6 +25,7 @@ from headmax.generate.sampling import uniform
 from headmax.serve.cache import PrefixCache
 from headmax.serve.config import ServerConfig
 from headmax.serve.job import Ended, Event, Failed, Job, NewToken, Read
+from headmax.serve.process import server_process
 from headmax.serve.prompts import Pieces
 from headmax.serve.scheduler import Scheduler
 from headmax.serve.server import Server, listen, make_lanes, make_server, make_service
@@ -61,7 +61,7 @@ class Caller:
                 self.cached, self.scores = event.cached, event.scores
             elif isinstance(event, Ended):
                 self.ends[event.choice] = event.reason
-            else:
+            elif isinstance(event, NewToken):
                 self.tokens.setdefault(event.choice, []).append(event.token)
                 self.logprobs.setdefault(event.choice, []).append(event.logprob)
         return self
@@ -91,7 +91,7 @@ def scheduling(
 ) -> Iterator[Scheduler]:
     """A scheduler in chunks of 128; `changes` are those of a server's configuration, or of `Scheduler`."""
     model = make_model() if model is None else model
-    options = {name: changes.pop(name) for name in ("ahead", "queue") if name in changes}
+    options = {name: changes.pop(name) for name in ("ahead", "queue", "feed") if name in changes}
     config = ServerConfig(**{"name": "tiny", "chunk": 128, "piece": 128, "max_batch": 4, "max_length": 2000} | changes)
     kept = (PrefixCache(config.chunk, {"cpu": cache}) if cache else None) if isinstance(cache, int) else cache
     pieces = Pieces(config.chunk, config.piece, config.deterministic)
@@ -128,7 +128,8 @@ def openai_client(url: str, key: str = "none") -> openai.OpenAI:
     return OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, http_client=http)
 
 
-def soon(condition: Any, seconds: float = 10.0) -> bool:
+def soon(condition: Any, seconds: float = SECONDS) -> bool:
+    """Whether it comes to be; the time is for machines that are busy."""
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -160,25 +161,9 @@ def serving(model: HeadmaxForCausalLM | None = None, template: str | None = TEMP
 @contextlib.contextmanager
 def process(folder: Path, *options: object) -> Iterator[tuple[subprocess.Popen, str]]:
     """`headmax serve` as a user starts it: the process and its address."""
-    command = [sys.executable, "-m", "headmax_cli", "serve", str(folder), "--port", "0", "--name", "tiny", *map(str, options)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *filter(None, sys.path)]), "OMP_NUM_THREADS": "1"}
-    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
-    try:
-        assert server.stderr is not None
-        said = []
-        for line in server.stderr:
-            said.append(line)
-            if found := re.search(r"on (http://127\.0\.0\.1:\d+)", line):
-                break
-        else:
-            raise AssertionError("".join(said))
-        threading.Thread(target=lambda: [None for _ in server.stderr or ()], daemon=True).start()
-        yield server, found[1]
-    finally:
-        server.kill()
-        server.wait(SECONDS)
-        if server.stderr is not None:
-            server.stderr.close()
+    with server_process(folder, "--name", "tiny", *options, environment=environment) as (server, url):
+        yield server, url
 
 
 class Alone:

@@ -155,8 +155,8 @@ def storm(count: int, seed: int, caplog: pytest.LogCaptureFixture) -> dict[int |
     return statuses
 
 
-def test_three_hundred_bad_requests(caplog: pytest.LogCaptureFixture) -> None:
-    statuses = storm(300, 0, caplog)
+def test_five_hundred_bad_requests(caplog: pytest.LogCaptureFixture) -> None:
+    statuses = storm(500, 0, caplog)
     assert statuses[400] > 100
     assert {404, 405, 415} <= set(statuses)
 

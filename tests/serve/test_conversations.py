@@ -57,22 +57,34 @@ def reusable(done: list[list[tuple[list[int], tuple]]], documents: int) -> int:
     return total
 
 
-def trace(conversations: int, documents: int, turns: int, every: int) -> float:
+def same(one: tuple, other: tuple) -> bool:
+    """Whether two answers are equal within rounding, up to a draw that it decides."""
+    tokens, other_tokens = one[0], other[0]
+    count = shared(tokens, other_tokens)
+    assert one[1][:count] == pytest.approx(other[1][:count], abs=1e-3)
+    return tokens == other_tokens
+
+
+def trace(conversations: int, documents: int, turns: int, every: int, deterministic: bool = True) -> float:
     """The share of reusable tokens that were; each `every`-th answer is compared with a server that keeps nothing."""
-    options: dict[str, Any] = {"deterministic": True, "max_batch": 8}
+    options: dict[str, Any] = {"deterministic": deterministic, "max_batch": 8}
     with serving(**options) as server, ThreadPoolExecutor(8) as pool:
         done = list(pool.map(lambda n: conversation(server, n, documents, turns), range(conversations)))
     asked = [(prompt, answer, n) for n, turned in enumerate(done) for prompt, answer in turned][::every]
     with serving(prefix_cache=0, **options) as server, ThreadPoolExecutor(8) as pool:
         fresh = list(pool.map(lambda one: ask(server.client, one[0], one[2]), asked))
-    assert [answer[:2] for answer in fresh] == [answer[:2] for _, answer, _ in asked]
+    if deterministic:
+        assert [answer[:2] for answer in fresh] == [answer[:2] for _, answer, _ in asked]
+    else:
+        assert sum(same(answer, again) for again, (_, answer, _) in zip(fresh, asked, strict=True)) >= 0.9 * len(asked)
     assert all(cached == 0 for _, _, cached in fresh)
     return sum(answer[2] for turned in done for _, answer in turned) / reusable(done, documents)
 
 
-def test_five_conversations_reuse_what_they_can() -> None:
-    """A tenth of the trace below."""
-    share = trace(conversations=5, documents=1, turns=8, every=13)
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_five_conversations_reuse_what_they_can(deterministic: bool) -> None:
+    """A tenth of the trace below; answers are those without a cache, to the bit or within rounding."""
+    share = trace(conversations=5, documents=1, turns=8, every=5, deterministic=deterministic)
     assert 0.95 <= share <= 1
 
 

@@ -4,13 +4,38 @@ import json
 import re
 import shutil
 import subprocess
+from typing import Any
 
 import pytest
+import yaml
+
+from headmax.cli.run import load, parse
+from headmax_cli.commands import COMMANDS
 
 from .calling import ROOT, openai_client, serving
 
 TEXT = (ROOT / "docs/serving.md").read_text()
 ADDRESS = "http://127.0.0.1:8000"
+
+
+def options(words: list[str]) -> dict[str, Any]:
+    """What `headmax serve` takes of a command line."""
+    assert words[:2] == ["headmax", "serve"]
+    return parse(load(COMMANDS["serve"], []), "serve", words[2:])
+
+
+def test_the_container_starts_a_server_that_there_is() -> None:
+    """Nothing is built: that needs a network."""
+    docker = (ROOT / "docker/Dockerfile").read_text()
+    entry = json.loads(re.findall(r"^ENTRYPOINT (.*)$", docker, flags=re.MULTILINE)[0])
+    assert options([*entry, "/models/tiny"])["host"] == "0.0.0.0"
+    for line in re.findall(r"^COPY (.*) \S+$", docker, flags=re.MULTILINE):
+        assert all((ROOT / name).exists() for name in line.split())
+    (service,) = yaml.safe_load((ROOT / "docker/compose.yaml").read_text())["services"].values()
+    given = options([*entry, *service["command"]])
+    assert str(given["prefix_folder"]) == "/states"
+    assert int(service["stop_grace_period"].removesuffix("s")) > given["drain"]
+    assert service["ports"][0].startswith("127.0.0.1:")
 
 
 def test_the_examples_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -78,7 +78,7 @@ def test_a_client_that_does_not_read_holds_nobody_up_and_ends() -> None:
         connection.sendall(raw(LONG | {"max_tokens": 900_000, "logprobs": 20, "n": 3}))
         for _ in range(3):
             answers(server, alone)
-        assert soon(lambda: not server.scheduler.running, 15)
+        assert soon(lambda: not server.scheduler.running)
         connection.close()
 
 

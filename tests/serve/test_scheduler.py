@@ -43,6 +43,33 @@ def test_jobs_at_any_time_give_what_each_gives_alone(name: str, ahead: int) -> N
         assert soon(lambda: not scheduler.running and scheduler.lanes.free() == 4)
 
 
+@everywhere
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_the_end_of_a_prompt_can_be_read_by_steps(name: str, ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a prefix hit, of one choice or several, at once beside others; not where the sampler must know what was sampled."""
+    alone, document = Alone(make_model(name)), tokens(256, seed=5)
+    with scheduling(make_model(name), ahead=ahead, feed=8, max_batch=6, start=False) as scheduler:
+        steps = Steps(scheduler, monkeypatch)
+        scheduler.start()
+        submit(scheduler, job([*document, 9], 1))[0].wait()
+        before = len(steps.events)
+        tails = [tokens(count, seed=count) for count in (1, 3, 8, 9)]
+        callers = submit(scheduler, *(job(document + tail, 1 + 9 * (n % 2), (3, 4), logprobs=True) for n, tail in enumerate(tails)))
+        penalized = submit(scheduler, job([*document, 7, 8], 10, (3,), repetition_penalty=1.3))[0]
+        for caller in (*callers, penalized):
+            assert caller.wait().cached == 256
+        for tail, caller in zip(tails, callers, strict=True):
+            for choice, seed in enumerate((3, 4)):
+                rules = Sampling(seed=seed)
+                expected = alone(document + tail, caller.job.max_new_tokens, rules, eos=False)
+                assert alone.tied(document + tail, expected.tokens, caller.tokens[choice], rules)
+                if expected.tokens == caller.tokens[choice]:
+                    assert caller.logprobs[choice] == pytest.approx(expected.logprobs, abs=1e-3)
+        expected = alone([*document, 7, 8], 10, Sampling(seed=3, repetition_penalty=1.3), eos=False)
+        assert penalized.tokens[0] == expected.tokens
+    assert sorted(count for kind, count in steps.events[before:] if kind == "read") == [2, 9]
+
+
 def test_every_rule_is_kept_beside_others() -> None:
     """Penalties, truncation and stop tokens of one choice leave the others alone; slots are used again and again."""
     alone, prompt = Alone(), tokens(20)
@@ -147,11 +174,10 @@ class Steps:
         self.events: list[tuple[str, int]] = []
         read, run = scheduler.prompts.read, scheduler.lanes.run
 
-        def noted_read(reading: Any) -> bool:
-            before = reading.position
-            whole = read(reading)
-            self.events.append(("read", reading.position - before))
-            return whole
+        def noted_read(group: Any) -> None:
+            before = sum(reading.position for reading in group)
+            read(group)
+            self.events.append(("read", sum(reading.position for reading in group) - before))
 
         def noted_run(wanted: Any) -> Any:
             self.events.append(("step", len(wanted)))
@@ -190,8 +216,32 @@ def test_short_prompts_are_read_together_before_a_step(monkeypatch: pytest.Monke
         scheduler.start()
         for caller in callers:
             caller.wait()
-    assert steps.events[:6] == [("read", 50)] * 5 + [("step", 5)]
-    assert steps.events[6:9] == [("read", 50)] * 2 + [("step", 7)]
+    assert steps.events[:4] == [("read", 250), ("step", 5), ("read", 100), ("step", 7)]
+
+
+def test_prompts_that_cannot_be_read_together_are_read_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too long, too short beside the others, scored, or when the pass over several fails."""
+    alone = Alone()
+    lengths = [100, 90, 20, 60, 300, 129]
+    with scheduling(piece=1000, max_batch=8, start=False) as scheduler:
+        steps, groups = Steps(scheduler, monkeypatch), []
+        read = scheduler.prompts.read
+
+        def failing(group: Any) -> None:
+            groups.append(sorted(len(reading.tokens) for reading in group))
+            if len(groups) == 1:
+                raise torch.OutOfMemoryError("once")
+            read(group)
+
+        monkeypatch.setattr(scheduler.prompts, "read", failing)
+        callers = [job(tokens(length, seed=length), 5, temperature=0.0) for length in lengths]
+        submit(scheduler, *callers, job(tokens(95), 1, scored=True))
+        scheduler.start()
+        for caller, length in zip(callers, lengths, strict=True):
+            assert caller.wait().tokens[0] == alone(tokens(length, seed=length), 5, GREEDY, eos=False).tokens
+    assert groups[0] == [60, 90, 100]
+    assert all(len(group) == 1 for group in groups[1:])
+    assert sum(count for name, count in steps.events if name == "read") == sum(lengths) + 95
 
 
 def test_a_step_or_a_prompt_that_fails_takes_no_one_else_along(monkeypatch: pytest.MonkeyPatch) -> None:

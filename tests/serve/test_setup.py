@@ -31,6 +31,7 @@ def test_amounts_of_memory(text: str, amount: int) -> None:
         ({"prefix_cache": -1}, "prefix_cache must not be negative, got -1"),
         ({"timeout": 0.0}, "timeout must be positive, got 0.0"),
         ({"timeout": float("nan")}, "timeout must be positive, got nan"),
+        ({"api_key": ""}, "api_key is empty: leave it out"),
         ({"prefix_cache": 0, "prefix_folder": Path("x")}, "prefix_folder needs prefix_cache"),
     ],
 )

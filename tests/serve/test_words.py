@@ -100,5 +100,9 @@ def test_all_bytes_have_a_letter() -> None:
     assert len(words.letters) == 256
 
 
-def test_json_holds_any_text() -> None:
-    assert json.loads(to_json({"a": "ö\ud800\n\"'"})) == {"a": "ö\ud800\n\"'"}
+def test_json_holds_any_text_on_one_line() -> None:
+    """Whatever a client takes for the end of a line."""
+    text = "ö\ud800\n\"'\x85\u2028\u2029\x0b\x1c"
+    content = to_json({"a": text})
+    assert json.loads(content) == {"a": text}
+    assert len(content.decode("utf-8", "surrogatepass").splitlines()) == 1

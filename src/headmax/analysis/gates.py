@@ -15,6 +15,7 @@ from torch import Tensor
 from headmax.data.tokenizer import encode_text
 from headmax.layers import HeadGateConfig
 from headmax.models import HeadmaxForCausalLM
+from headmax.models.modeling import Gates
 from headmax.train.evaluate import DEAD
 from headmax.train.loading import load_model, load_tokenizer
 
@@ -103,6 +104,11 @@ def trace(model: HeadmaxForCausalLM, ids: Tensor, tokens: Sequence[str], name: s
     if int(ids.max()) >= model.config.vocab_size:
         raise ValueError(f"{name}: token {int(ids.max())} is not in the model's vocabulary of {model.config.vocab_size}")
     found = model.model(ids[None].to(model.device), return_gates=True, use_cache=False).gates
+    return Trace(name, list(tokens), layers_of(model, found, name), config.kind, config.read_position)
+
+
+def layers_of(model: HeadmaxForCausalLM, found: Gates, name: str) -> list[Layer]:
+    """What a model's output says of the gates on one text, for the layers that have any."""
     layers = []
     for index, (pair, mixer) in enumerate(zip(found, model.config.mixers, strict=True)):
         if pair is not None:
@@ -111,7 +117,7 @@ def trace(model: HeadmaxForCausalLM, ids: Tensor, tokens: Sequence[str], name: s
                 raise ValueError(f"{name}: the gates of layer {index} are not finite: the weights hold NaN or infinity, or overflow")
             read, write = (None if gate is None else Gate((gate[0].float() / scale).cpu()) for gate in pair)
             layers.append(Layer(index, mixer.name, read, write))
-    return Trace(name, list(tokens), layers, config.kind, config.read_position)
+    return layers
 
 
 def of_checkpoint(

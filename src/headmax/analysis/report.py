@@ -45,7 +45,7 @@ def page(traces: Sequence[Trace]) -> str:
     data = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     parts = files("headmax.analysis") / "page"
     html = (parts / "index.html").read_text(encoding="utf-8")
-    for mark, text in {"style.css": None, "script.js": None, "data.json": data}.items():
+    for mark, text in {"style.css": None, "heads.js": None, "script.js": None, "data.json": data}.items():
         before, after = html.split(f"{{{{{mark}}}}}")
         html = before + ((parts / mark).read_text(encoding="utf-8") if text is None else text) + after
     return html

@@ -24,7 +24,7 @@ EXTRAS = {
     **dict.fromkeys(("lm_eval", "wonderwords"), "eval"),
     "matplotlib": "plot",
     "fla": "fla",
-    **dict.fromkeys(("starlette", "uvicorn", "prometheus_client", "pydantic"), "serve"),
+    **dict.fromkeys(("starlette", "uvicorn", "prometheus_client", "pydantic", "httpx2"), "serve"),
 }
 """Packages that come with an extra of the distribution."""
 

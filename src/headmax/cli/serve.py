@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Annotated, Literal
 
-from headmax.cli.options import Checkpoint, Device, File, Folder, Name, OptionalCheckpoint, Seconds, Size, find_device, metavar
+from headmax.cli.options import Checkpoint, Device, File, Folder, Name, OptionalCheckpoint, Seconds, Size, metavar
 
 KEY = "HEADMAX_API_KEY"
 
@@ -63,13 +63,10 @@ def serve(
         dtype: precision of the weights; bfloat16 on a GPU and float32 on a CPU unless given.
         state_dtype: precision of the recurrent states.
     """
-    import torch
-
-    from headmax import durable
     from headmax.serve.config import ServerConfig
-    from headmax.serve.server import listen, make_service
+    from headmax.serve.server import listen, load_service
     from headmax.serve.server import serve as run
-    from headmax.train.loading import find_source, has_tokenizer, load_model, load_tokenizer
+    from headmax.train.loading import find_source
 
     config = ServerConfig(
         name=name or find_source(checkpoint).resolve().name,
@@ -83,16 +80,11 @@ def serve(
         prefix_folder=prefix_folder,
         prefix_folder_size=prefix_folder_size,
         deterministic=deterministic,
-        api_key=api_key or os.environ.get(KEY),
+        api_key=os.environ.get(KEY) or None if api_key is None else api_key,
         timeout=timeout,
         max_body=max_body,
         drain=drain,
     )
-    model = load_model(checkpoint, find_device(device), dtype and getattr(torch, dtype))
-    words = load_tokenizer(tokenizer or checkpoint) if tokenizer is not None or has_tokenizer(checkpoint) else None
-    if chat_template is not None:
-        if words is None:
-            raise ValueError("--chat-template needs a tokenizer: --tokenizer names a folder with one")
-        words.chat_template = durable.read_text(chat_template)
     address = listen(host, port)
-    run(make_service(model, config, words, getattr(torch, state_dtype)), address)
+    service = load_service(checkpoint, config, device, dtype=dtype, state_dtype=state_dtype, tokenizer=tokenizer, template=chat_template)
+    run(service, address)

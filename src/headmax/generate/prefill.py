@@ -11,6 +11,7 @@ from headmax.generate.prefix import Fingerprint, PrefixState
 from headmax.layers.mixers.attention import AttentionState
 from headmax.layers.mixers.base import RecurrentState
 from headmax.models import HeadmaxCache, HeadmaxForCausalLM
+from headmax.models.modeling import Gates
 
 
 def groups(lengths: Sequence[int], most: int) -> list[list[int]]:
@@ -77,9 +78,12 @@ def _read(
 class Reader:
     """A text read by itself, in pieces whose size is chosen from one to the next, after the states of what came before."""
 
-    def __init__(self, model: HeadmaxForCausalLM, text: Tensor, states: Sequence[RecurrentState | AttentionState], past: int) -> None:
-        """`states` are those after the first `past` tokens of `text` [n]; none for 0."""
-        self.model, self.text, self.position = model, text, past
+    def __init__(
+        self, model: HeadmaxForCausalLM, text: Tensor, states: Sequence[RecurrentState | AttentionState], past: int, gates: bool = False
+    ) -> None:
+        """`states` are those after the first `past` tokens of `text` [n]; none for 0. With `gates`, those of the last piece are kept."""
+        self.model, self.text, self.position, self.return_gates = model, text, past, gates
+        self.gates: Gates | None = None
         self.cache = HeadmaxCache(model.config.num_hidden_layers)
         if past:
             for layer, state in zip(self.cache.layers, states, strict=True):
@@ -94,9 +98,10 @@ class Reader:
     def read(self, count: int) -> Tensor:
         """Reads that many tokens: the last layer's output [count, hidden]."""
         piece = self.text[self.position : self.position + count].to(self.model.device)
-        hidden = self.model.model(input_ids=piece[None], past_key_values=self.cache, use_cache=True).last_hidden_state
+        output = self.model.model(input_ids=piece[None], past_key_values=self.cache, use_cache=True, return_gates=self.return_gates)
         self.position += count
-        return hidden[0]
+        self.gates = output.gates
+        return output.last_hidden_state[0]
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:

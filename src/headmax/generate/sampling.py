@@ -142,16 +142,18 @@ class Sampler:
             for row, history in zip(self.repeats, histories, strict=False):
                 row[history.to(row.device)] = True
 
-    def put(self, slot: int, rules: Sampling, history: Tensor, generated: Tensor) -> None:
-        """The rules of one slot, whose request has had the tokens `history` [n], the last of which it has `generated` [m]."""
-        self._columns(slice(slot, slot + 1), [rules])
-        if self.repeats is not None and self.counts is not None:
-            self.repeats[slot] = False
-            self.counts[slot] = 0
-            if rules.penalized:
-                generated = generated.to(self.counts.device)
+    def put(self, slots: Tensor, rules: Sequence[Sampling], histories: Sequence[Tensor], generated: int) -> None:
+        """The rules of some slots [m]. Their requests have had the tokens `histories` [n], the last few of which they have generated."""
+        self._columns(slots, rules)
+        if self.repeats is None or self.counts is None:
+            return
+        self.repeats[slots] = False
+        self.counts[slots] = 0
+        for slot, own, history in zip(slots.tolist() if any(own.penalized for own in rules) else (), rules, histories, strict=False):
+            if own.penalized:
+                new = history[len(history) - generated :].to(self.counts.device)
                 self.repeats[slot, history.to(self.repeats.device)] = True
-                self.counts[slot].scatter_add_(0, generated, torch.ones_like(generated, dtype=torch.float32))
+                self.counts[slot].scatter_add_(0, new, torch.ones_like(new, dtype=torch.float32))
 
     def move(self, source: int, target: int) -> None:
         """The rules of one slot become those of another."""
@@ -162,7 +164,7 @@ class Sampler:
         names = ("temperature", "top_p", "min_p", "penalty", "presence", "frequency", "top_k", "seed")
         return {name: getattr(self, name) for name in names}
 
-    def _columns(self, rows: slice, requests: Sequence[Sampling]) -> None:
+    def _columns(self, rows: slice | Tensor, requests: Sequence[Sampling]) -> None:
         columns = {
             "temperature": [s.temperature for s in requests],
             "top_p": [s.top_p for s in requests],
@@ -174,7 +176,7 @@ class Sampler:
             "seed": [s.seed for s in requests],
         }
         for name, own in self._rules().items():
-            own[rows].copy_(torch.tensor(columns[name], dtype=own.dtype).unsqueeze(1))
+            own[rows] = torch.tensor(columns[name], dtype=own.dtype).unsqueeze(1).to(own.device)
 
     def __call__(self, logits: Tensor, position: Tensor, features: Features) -> Sampled:
         """The next token of the first requests, from logits [rows, vocabulary].

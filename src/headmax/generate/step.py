@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,24 @@ from headmax.models import HeadmaxCache, HeadmaxForCausalLM
 from headmax.models.decoding import Replay, make_slots
 
 State = RecurrentState | AttentionState
+Taken = Callable[[], tuple[State, ...]]
+
+
+@torch.no_grad()
+def _own(copies: Sequence[RecurrentSlots | list[State]], row: int) -> tuple[State, ...]:
+    return tuple(_copy(x.rows(slice(row, row + 1)), 0) if isinstance(x, RecurrentSlots) else x[row] for x in copies)
+
+
+class Entry(NamedTuple):
+    """A sequence on its way into a slot."""
+
+    states: Sequence[State]
+    """After all but the last token of its text."""
+    text: Tensor
+    """[n] on the host"""
+    generated: int
+    """How many of the text's last tokens it has generated; as many in all that enter together."""
+    rules: Sampling
 
 
 class Fetched:
@@ -70,17 +89,37 @@ class Step:
         self.position.copy_(torch.tensor(positions))
 
     @torch.no_grad()
-    def put(self, slot: int, states: Sequence[State], text: Tensor, generated: int, rules: Sampling) -> None:
-        """Puts one sequence into a slot: `states` after all but the last token of `text` [n], of which it has generated the last few."""
-        self._store(slot, states)
-        self.position[slot] = len(text) - 1
-        self.tokens[slot] = text[-1]
-        self.sampler.put(slot, rules, text, text[len(text) - generated :])
+    def put(self, slots: Sequence[int], sequences: Sequence[Entry]) -> None:
+        """Puts sequences into slots."""
+        device, texts = self.tokens.device, [sequence.text for sequence in sequences]
+        index = torch.tensor(slots, device=device)
+        if len(slots) == 1:
+            self._store(slots[0], sequences[0].states)
+        else:
+            self._store_together(slots, index, [sequence.states for sequence in sequences])
+        self.position[index] = torch.tensor([len(text) - 1 for text in texts]).to(device)
+        self.tokens[index] = torch.stack([text[-1] for text in texts]).to(device)
+        self.sampler.put(index, [sequence.rules for sequence in sequences], texts, sequences[0].generated)
 
     @torch.no_grad()
-    def take(self, slot: int, length: int) -> tuple[State, ...]:
-        """A copy of the states in a slot, after `length` tokens."""
-        return tuple(_copy(slots.rows(slice(slot, slot + 1)), length) for slots in self.memory)
+    def feed(self, tokens: Mapping[int, int]) -> None:
+        """What some slots are to be fed in the next step, in place of what was sampled."""
+        index = torch.tensor(list(tokens), device=self.tokens.device)
+        self.tokens[index] = torch.tensor(list(tokens.values())).to(self.tokens.device)
+
+    @torch.no_grad()
+    def take(self, slots: Sequence[int], lengths: Sequence[int]) -> list[Taken]:
+        """Copies of the states in some slots, after so many tokens each. They are made together; a call gives one sequence's own."""
+        index = torch.tensor(slots, device=self.tokens.device)
+        copies: list[RecurrentSlots | list[State]] = []
+        for memory in self.memory:
+            if isinstance(memory, RecurrentSlots):
+                inputs = None if memory.inputs is None else memory.inputs.index_select(0, index)
+                copies.append(RecurrentSlots(memory.recurrent.index_select(0, index), inputs, memory.channels))
+            else:
+                pairs = zip(slots, lengths, strict=True)
+                copies.append([_copy(memory.rows(slice(slot, slot + 1)), length) for slot, length in pairs])
+        return [functools.partial(_own, copies, row) for row in range(len(slots))]
 
     @torch.no_grad()
     def move(self, source: int, target: int) -> None:
@@ -95,12 +134,27 @@ class Step:
         self.sampler.move(source, target)
 
     def _store(self, slot: int, states: Sequence[State]) -> None:
-        for slots, state in zip(self.memory, states, strict=True):
-            row = slots.rows(slice(slot, slot + 1))
-            row.store(state)  # type: ignore[arg-type]
-            if isinstance(row, AttentionSlots) and isinstance(state, AttentionState):  # a NaN left there would reach what masks it
-                row.keys[:, :, state.keys.shape[2] :].zero_()
-                row.values[:, :, state.keys.shape[2] :].zero_()
+        for memory, state in zip(self.memory, states, strict=True):
+            self._store_in(memory, slot, state)
+
+    @staticmethod
+    def _store_in(memory: RecurrentSlots | AttentionSlots, slot: int, state: State) -> None:
+        row = memory.rows(slice(slot, slot + 1))
+        row.store(state)  # type: ignore[arg-type]
+        if isinstance(row, AttentionSlots) and isinstance(state, AttentionState):  # a NaN left there would reach what masks it
+            row.keys[:, :, state.keys.shape[2] :].zero_()
+            row.values[:, :, state.keys.shape[2] :].zero_()
+
+    def _store_together(self, slots: Sequence[int], index: Tensor, states: Sequence[Sequence[State]]) -> None:
+        """Recurrent states of all sequences at once, layer by layer: a few copies in all, not a few for each sequence."""
+        for memory, own in zip(self.memory, zip(*states, strict=True), strict=True):
+            if isinstance(memory, RecurrentSlots):
+                memory.recurrent.index_copy_(0, index, torch.cat([state.recurrent for state in own]).to(memory.recurrent.dtype))
+                for kept, new in zip(memory.conv, zip(*(state.conv for state in own), strict=True), strict=True):
+                    kept.index_copy_(0, index, torch.cat(new).to(kept.dtype))
+            else:
+                for slot, state in zip(slots, own, strict=True):
+                    self._store_in(memory, slot, state)
 
     def logits(self, rows: int) -> Tensor:
         """Feeds `tokens` to the first slots: float32 logits [rows, vocabulary] of what comes after them."""

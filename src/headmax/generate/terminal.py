@@ -32,11 +32,12 @@ class Shown:
         self.times.append(time.perf_counter())
         self.write(text)
 
-    def summary(self, completion: Completion, read: int) -> str:
-        count, first = len(completion.tokens), self.times[min(1, len(self.times) - 1)] - self.times[0]
+    def summary(self, count: int, finish: str, read: int) -> str:
+        """Of `count` new tokens after `read` ones that had to be read."""
+        first = self.times[min(1, len(self.times) - 1)] - self.times[0]
         taken = self.times[-1] - self.times[0] - first
         rate = f"{(count - 1) / taken:,.1f} tokens/s" if count > 1 else "no rate"
-        return f"{read:,} tokens read, the first new one after {first:.2f} s, {count:,} new ones at {rate}; ended by {completion.finish}"
+        return f"{read:,} tokens read, the first new one after {first:.2f} s, {count:,} new ones at {rate}; ended by {finish}"
 
 
 def continue_text(engine: Engine, prompt: str, prefix: PrefixState | None, settings: Settings) -> Completion:
@@ -51,7 +52,9 @@ def continue_text(engine: Engine, prompt: str, prefix: PrefixState | None, setti
     shown = Shown(write)
     completion = engine.generate(request, on_token=shown)[0]
     print(flush=True)
-    print(f"headmax: {shown.summary(completion, len(engine.encode(prompt, prefix is None)))}", file=sys.stderr)
+    print(
+        f"headmax: {shown.summary(len(completion.tokens), completion.finish, len(engine.encode(prompt, prefix is None)))}", file=sys.stderr
+    )
     return completion
 
 

@@ -16,10 +16,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headmax.serve.errors import ApiError, NoResponse
 from headmax.serve.metrics import Metrics
+from headmax.serve.playground import PARTS
 from headmax.serve.service import Service
 
-OPEN = ("/health",)
-"""Paths that need no key."""
+OPEN = ("/health", *PARTS)
+"""Paths that need no key: the page asks for it."""
 MOST_DISCARDED = 64 * 2**20
 """Bytes that are read of a body which nobody wants."""
 
@@ -109,6 +110,7 @@ def make_app(service: Service) -> Starlette:
         Route("/metrics", service.metrics),
         Route("/openapi.json", service.openapi),
         Route("/docs", service.docs),
+        *(Route(path, service.page) for path in PARTS),
     ]
     handlers = {ApiError: api_error, HTTPException: http_error, ClientDisconnect: left, Exception: unexpected}
     gate = Middleware(

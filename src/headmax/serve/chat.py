@@ -7,10 +7,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from headmax.data.tokenizer import encode_text
+from headmax.models import HeadmaxForCausalLM
 
 NO_TEMPLATE = (
-    "this model's tokenizer has no chat template: use /v1/completions, or start the server with --chat-template FILE, a Jinja template"
+    "this model's tokenizer has no chat template: continue texts with it, by /v1/completions, or give it one by --chat-template FILE"
 )
+
+
+def end_tokens(model: HeadmaxForCausalLM, tokenizer: Any) -> frozenset[int]:
+    """Those that end a text: the model's and the tokenizer's."""
+    ends = model.generation_config.eos_token_id
+    tokens = [*(ends if isinstance(ends, list) else [ends]), getattr(tokenizer, "eos_token_id", None)]
+    return frozenset(token for token in tokens if token is not None)
 
 
 class Chat:

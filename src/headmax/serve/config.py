@@ -53,6 +53,8 @@ class ServerConfig:
         for name in ("timeout", "body_timeout"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.api_key == "":
+            raise ValueError("api_key is empty: leave it out for a server that is open to all")
         if self.chunk < 1 or self.chunk % LONG_CHUNK:
             raise ValueError(f"chunk must be a multiple of {LONG_CHUNK}, the longest chunk of the recurrences, got {self.chunk}")
         if self.prefix_folder is not None and not self.prefix_cache:

@@ -34,9 +34,14 @@ class NoResponse(Response):
         pass
 
 
+BREAKS = str.maketrans({letter: f"\\u{ord(letter):04x}" for letter in "\x85\u2028\u2029"})
+"""Characters at which some clients of streams, httpx among them, break lines."""
+
+
 def to_json(content: Any) -> bytes:
-    """UTF-8; half a surrogate pair, which a caller may have sent, is escaped."""
-    return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
+    """UTF-8 on one line; half a surrogate pair, which a caller may have sent, is escaped."""
+    text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return (text if text.isascii() else text.translate(BREAKS)).encode("utf-8", "backslashreplace")
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

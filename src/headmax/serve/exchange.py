@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from headmax.serve.errors import ApiError, NoResponse, json_response, to_json
 from headmax.serve.inbox import Inbox, Mail
-from headmax.serve.job import Closed, Ended, Event, Failed, Full, Job, NewToken, Read
+from headmax.serve.job import Closed, Ended, Event, Failed, Full, Gates, Job, NewToken, Read
 from headmax.serve.reply import Reply
 from headmax.serve.scheduler import Scheduler
 
@@ -62,6 +62,9 @@ class Exchange:
                 first = NewToken(0, int(self.jobs[number].tokens[0]), None, None)
                 for choice in self.reply.choices[number * self.per_job : (number + 1) * self.per_job]:
                     choice.scores = [first, *event.scores, *choice.scores]
+            return
+        if isinstance(event, Gates):
+            self.reply.choices[number * self.per_job].gates.append(event)
             return
         choice = self.reply.choices[number * self.per_job + event.choice]
         if isinstance(event, Ended):

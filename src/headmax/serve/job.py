@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from torch import Tensor
 
+from headmax.analysis.gates import Layer
 from headmax.generate.sampling import Features, Sampling
+from headmax.generate.step import Taken
 
 Likeliest = list[tuple[int, float]]
 """Token ids with their log-probabilities, the most likely first."""
@@ -46,7 +49,15 @@ class Failed(NamedTuple):
     error: Exception
 
 
-Event = NewToken | Read | Ended | Failed
+class Gates(NamedTuple):
+    """The head gates of some of the text's tokens, those of the prompt among them."""
+
+    start: int
+    """How many tokens come before them."""
+    layers: list[Layer]
+
+
+Event = NewToken | Read | Ended | Failed | Gates
 
 
 class Full(Exception):
@@ -75,12 +86,19 @@ class Job:
     """Whether the most likely tokens come along with each."""
     scored: bool = False
     """Whether the prompt's own tokens are scored; it is then read from its start."""
+    watched: bool = False
+    """Whether the head gates of all tokens come too, up to its end; it is then read from its start and has one choice."""
 
     arrived: float = field(default_factory=time.monotonic)
     cancelled: bool = False
     cancelled_choices: set[int] = field(default_factory=set)
     open: int = 0
     """Choices that have not ended."""
+    length: int = field(init=False)
+    """Tokens of the prompt."""
+
+    def __post_init__(self) -> None:
+        self.length = len(self.tokens)
 
     def features(self, rules: Sampling) -> Features:
         """What a choice's step must compute."""
@@ -98,8 +116,10 @@ class Choice:
     new: list[int] = field(default_factory=list)
     """Its tokens so far, as the host knows them."""
     launched: int = 1
-    """How many there are once all steps under way have ended."""
-    mark: tuple[int, tuple] | None = None
+    """How many there are once all steps under way have ended; below 1 while steps read the prompt's end."""
+    feed: deque[int] = field(default_factory=deque)
+    """The end of its prompt, where steps are to read that."""
+    mark: tuple[int, Taken] | None = None
     """A number of tokens, and a copy of the states after them, to be kept when it ends."""
     done: bool = False
     last: float = field(default_factory=time.monotonic)
@@ -108,4 +128,4 @@ class Choice:
     @property
     def fed(self) -> int:
         """Tokens of the text that the states in its slot hold."""
-        return len(self.job.tokens) + self.launched - 1
+        return self.job.length + self.launched - 1

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from headmax.generate.sampling import Features, Sampled, Sampler, Sampling
-from headmax.generate.step import Fetched, State, Step
+from headmax.generate.step import Entry, Fetched, Step, Taken
 from headmax.models import HeadmaxForCausalLM
 from headmax.serve.job import Likeliest
 
@@ -33,13 +33,16 @@ class Lanes(Protocol):
     def free(self) -> int:
         """How many slots are free."""
 
-    def enter(self, states: Sequence[State], text: Tensor, generated: int, rules: Sampling) -> int:
-        """Puts a sequence into a slot, as `Step.put` does, and says which."""
+    def enter(self, entries: Sequence[Entry]) -> list[int]:
+        """Puts sequences into slots, as `Step.put` does, and says which."""
 
     def leave(self, slot: int) -> None: ...
 
-    def take(self, slot: int, length: int) -> tuple[State, ...]:
-        """A copy of the states in a slot."""
+    def take(self, slots: Sequence[int], lengths: Sequence[int]) -> list[Taken]:
+        """Copies of the states in slots, as `Step.take` makes them."""
+
+    def feed(self, tokens: Mapping[int, int]) -> None:
+        """What some slots are to be fed in the next step."""
 
     def run(self, wanted: Mapping[int, Features]) -> Wait:
         """One step of these slots."""
@@ -60,6 +63,11 @@ def outcomes(sampled: Sampled, rows: Mapping[int, int], wanted: Mapping[int, Fea
             likeliest = list(zip(ids[row].tolist(), values[row].tolist(), strict=True))
         made[slot] = Outcome(tokens[row], logprobs[row] if logprobs is not None and features.logprobs else None, likeliest)
     return made
+
+
+def union(features: Iterable[Features]) -> Features:
+    """All that any of these asks for."""
+    return Features(*(any(flags) for flags in zip(*set(features), strict=True)))
 
 
 def warm(features: Features) -> Features:
@@ -90,26 +98,30 @@ class Batch:
     def free(self) -> int:
         return len(self.empty)
 
-    def enter(self, states: Sequence[State], text: Tensor, generated: int, rules: Sampling) -> int:
-        slot = self.empty[0]
-        if rules.penalized:
+    def enter(self, entries: Sequence[Entry]) -> list[int]:
+        slots = heapq.nsmallest(len(entries), self.empty)
+        if any(entry.rules.penalized for entry in entries):
             self.step.sampler.remember()
-        self.step.put(slot, states, text, generated, rules)
-        heapq.heappop(self.empty)
-        self.used.add(slot)
-        return slot
+        self.step.put(slots, entries)
+        for _ in slots:
+            heapq.heappop(self.empty)
+        self.used.update(slots)
+        return slots
 
     def leave(self, slot: int) -> None:
         self.used.remove(slot)
         heapq.heappush(self.empty, slot)
 
-    def take(self, slot: int, length: int) -> tuple[State, ...]:
-        return self.step.take(slot, length)
+    def take(self, slots: Sequence[int], lengths: Sequence[int]) -> list[Taken]:
+        return self.step.take(slots, lengths)
+
+    def feed(self, tokens: Mapping[int, int]) -> None:
+        self.step.feed(tokens)
 
     def run(self, wanted: Mapping[int, Features]) -> Wait:
-        union = Features(*(any(flags) for flags in zip(*wanted.values(), strict=True)))
+        features = union(wanted.values())
         rows = self.rows(max(wanted) + 1)
-        fetched = Fetched(self.step.prepare(rows, warm(union) if self.graphs else union)(), rows)
+        fetched = Fetched(self.step.prepare(rows, warm(features) if self.graphs else features)(), rows)
         return lambda: outcomes(fetched.wait(), {slot: slot for slot in wanted}, wanted)
 
     def compact(self) -> dict[int, int]:
@@ -135,18 +147,25 @@ class Apart:
     def free(self) -> int:
         return len(self.empty)
 
-    def enter(self, states: Sequence[State], text: Tensor, generated: int, rules: Sampling) -> int:
-        slot = self.empty[0]
-        if rules.penalized:
-            self.steps[slot].sampler.remember()
-        self.steps[slot].put(0, states, text, generated, rules)
-        return heapq.heappop(self.empty)
+    def enter(self, entries: Sequence[Entry]) -> list[int]:
+        slots = heapq.nsmallest(len(entries), self.empty)
+        for slot, entry in zip(slots, entries, strict=True):
+            if entry.rules.penalized:
+                self.steps[slot].sampler.remember()
+            self.steps[slot].put([0], [entry])
+        for _ in slots:
+            heapq.heappop(self.empty)
+        return slots
 
     def leave(self, slot: int) -> None:
         heapq.heappush(self.empty, slot)
 
-    def take(self, slot: int, length: int) -> tuple[State, ...]:
-        return self.steps[slot].take(0, length)
+    def take(self, slots: Sequence[int], lengths: Sequence[int]) -> list[Taken]:
+        return [self.steps[slot].take([0], [length])[0] for slot, length in zip(slots, lengths, strict=True)]
+
+    def feed(self, tokens: Mapping[int, int]) -> None:
+        for slot, token in tokens.items():
+            self.steps[slot].feed({0: token})
 
     def run(self, wanted: Mapping[int, Features]) -> Wait:
         made: dict[int, Outcome] = {}
@@ -159,17 +178,33 @@ class Apart:
         return {}
 
 
-class FirstToken:
-    """Samples what follows a prompt, one sequence at a time and thus always alike."""
+class Asked(NamedTuple):
+    """A choice whose prompt has been read."""
 
-    def __init__(self, model: HeadmaxForCausalLM) -> None:
-        self.sampler = Sampler(1, model.config.vocab_size, model.device)
+    logits: Tensor
+    """[1, vocabulary] after the prompt."""
+    prompt: Tensor
+    """[n]"""
+    rules: Sampling
+    features: Features
+
+
+class FirstTokens:
+    """Samples what follows prompts, of up to `rows` choices at a time; one at a time always rounds alike."""
+
+    def __init__(self, model: HeadmaxForCausalLM, rows: int) -> None:
+        self.rows = rows
+        self.sampler = Sampler(rows, model.config.vocab_size, model.device)
 
     @torch.no_grad()
-    def __call__(self, logits: Tensor, prompt: Tensor, rules: Sampling, features: Features) -> Outcome:
-        """`logits` [1, vocabulary] after a prompt [n]."""
-        if rules.penalized:
+    def __call__(self, asked: Sequence[Asked]) -> list[Outcome]:
+        rules, prompts = [one.rules for one in asked], [one.prompt for one in asked]
+        if any(own.penalized for own in rules):
             self.sampler.remember()
-        self.sampler.put(0, rules, prompt, prompt[:0])
-        position = torch.tensor([len(prompt)], device=logits.device)
-        return outcomes(Fetched(self.sampler(logits, position, features), 1).wait(), {0: 0}, {0: features})[0]
+        logits, count = torch.cat([one.logits for one in asked]), len(asked)
+        self.sampler.put(torch.arange(count, device=logits.device), rules, prompts, 0)
+        positions = torch.tensor([len(prompt) for prompt in prompts], device=logits.device)
+        wanted = {row: one.features for row, one in enumerate(asked)}
+        sampled = Fetched(self.sampler(logits, positions, union(wanted.values())), count).wait()
+        made = outcomes(sampled, {row: row for row in wanted}, wanted)
+        return [made[row] for row in range(count)]

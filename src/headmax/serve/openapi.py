@@ -22,6 +22,7 @@ ERROR = {
     },
 }
 PATHS = (
+    ("get", "/", "A page to try a prompt, and to see which head wins each token.", None),
     ("get", "/v1/models", "The model that is served.", None),
     ("get", "/v1/models/{name}", "The model of that name.", None),
     ("post", "/v1/completions", "Continue texts.", CompletionBody),

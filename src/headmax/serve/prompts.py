@@ -9,8 +9,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-from headmax.generate.prefill import Reader
+from headmax.generate.prefill import Reader, prefill
+from headmax.generate.prefix import Fingerprint, PrefixState
 from headmax.generate.sampling import ALTERNATIVES
 from headmax.generate.step import State
 from headmax.models import HeadmaxForCausalLM
@@ -41,8 +43,14 @@ class Reading:
         self.cuts: set[int] = set()
         """Where states are to be kept."""
         self.scores: list[NewToken] = []
-        self.hidden: Tensor | None = None
-        """[1, hidden] of the last token read."""
+        self.logits: Tensor | None = None
+        """[1, vocabulary] of what follows, once it has been read; None of a text for the cache alone."""
+        self.done: PrefixState | None = None
+        """What is known after it, where it was read beside others."""
+        self.alone = False
+        """Whether it must be read by itself, since reading it beside others has failed."""
+        self.head = b""
+        """Its first chunk, if it goes on after that."""
         self.node: Node | None = None
         self.promise: Future[tuple[State, ...]] | None = None
         self.after: tuple[Reading, int] | None = None
@@ -54,7 +62,12 @@ class Reading:
 
     @property
     def position(self) -> int:
-        return 0 if self.reader is None else self.reader.position
+        return len(self.tokens) if self.done is not None else 0 if self.reader is None else self.reader.position
+
+    def states(self) -> tuple[State, ...]:
+        """After what has been read."""
+        assert self.reader is not None
+        return self.reader.states() if self.done is None else self.done.states
 
     @property
     def left(self) -> int:
@@ -72,8 +85,11 @@ class Prompts:
         self.turn = 0
 
     def begin(self, job: Job) -> None:
-        self.reading.append(Reading(job.tokens, job))
-        self._locate(self.reading[-1])
+        reading = Reading(job.tokens, job)
+        if len(job.tokens) > self.pieces.chunk:
+            reading.head = job.tokens[: self.pieces.chunk].numpy().tobytes()
+        self.reading.append(reading)
+        self._locate(reading)
 
     def keep_later(self, text: Tensor, generated: int) -> None:
         """Has the states after the whole chunks of a text [n] computed when no prompt is to be read."""
@@ -87,15 +103,16 @@ class Prompts:
             reading.over = reading.over or reading.job is job
         self.reading = [reading for reading in self.reading if not reading.over]
 
-    def next(self, most: int) -> Reading | None:
-        """The text whose turn it is; None if none is ready, or if its piece has more than `most` tokens while others were read already."""
+    def next(self, most: int) -> list[Reading]:
+        """The text whose turn it is, and others that are read beside it, `most` tokens in all; none if none is ready, or if its piece has
+        more while others were read already."""
         ready = [reading for reading in self.reading if self._ready(reading)]
         if ready:
             chosen = min(ready, key=lambda reading: reading.left) if self.turn % 2 else ready[0]
             if most < self.pieces.most and (chosen.error is not None or self._size(chosen) > most):
-                return None
+                return []
             self.turn += 1
-            return chosen
+            return [chosen, *self._beside(chosen, ready, most)]
         while self.later and most == self.pieces.most:
             reading = self.later[0]
             if not self._settled(reading):
@@ -105,14 +122,62 @@ class Prompts:
                     continue
                 self._locate(reading)
             if self._ready(reading) and reading.left <= reading.most:
-                return reading
+                return [reading]
             if reading.promise is not None:
-                return None
+                return []
             self.later.popleft()
-        return None
+        return []
 
-    def read(self, reading: Reading) -> bool:
-        """One piece of a text; whether that was its last."""
+    def skim(self, most: int) -> list[Reading]:
+        """Texts of which so few tokens are left that steps shall read them, beside those that decode; they are no longer read here."""
+        found = [reading for reading in self.reading if self._ready(reading) and self._short(reading, most)]
+        for reading in found:
+            reading.over = True
+            self.reading.remove(reading)
+        return found
+
+    def _short(self, reading: Reading, most: int) -> bool:
+        job = reading.job
+        if self.pieces.exact or reading.error is not None or job is None or not 0 < reading.left <= most or not reading.position:
+            return False
+        return not (job.scored or job.watched or any(rules.penalized for rules in job.rules)) and job.max_new_tokens > 0
+
+    def _beside(self, chosen: Reading, ready: list[Reading], most: int) -> list[Reading]:
+        """Further texts that one pass reads from their start to their end, of similar length, so that padding wastes little."""
+        if not self._whole(chosen):
+            return []
+        group, longest, shortest = [chosen], len(chosen.tokens), len(chosen.tokens)
+        for other in ready:
+            length = len(other.tokens)
+            long, short = max(longest, length), min(shortest, length)
+            if other is not chosen and 2 * short > long and (len(group) + 1) * long <= most and self._whole(other):
+                group.append(other)
+                longest, shortest = long, short
+        return group[1:]
+
+    def _whole(self, reading: Reading) -> bool:
+        """Whether one pass can read it all, beside others."""
+        if self.pieces.exact or reading.alone or reading.error is not None or reading.position or reading.job is None:
+            return False
+        return not (reading.job.scored or reading.job.watched) and self._size(reading) == len(reading.tokens)
+
+    def read(self, group: list[Reading]) -> None:
+        """One piece of a text, or all of several; `over` says of each whether that was its last."""
+        if len(group) == 1:
+            self._read_piece(group[0])
+        else:
+            texts = [reading.tokens for reading in group]
+            known = prefill(self.model, texts, self.pieces.most, Fingerprint(self.model), [None] * len(group))
+            for reading, state in zip(group, known, strict=True):
+                reading.done, reading.logits = state, state.logits[None]
+                if self.cache is not None and reading.position in reading.cuts:  # a copy: what one pass gives is in one memory
+                    self.cache.put(reading.tokens, tree_map_only(Tensor, torch.clone, state.states))
+        for reading in group:
+            reading.over = not reading.left
+            if reading.over:
+                (self.later if reading.job is None else self.reading).remove(reading)
+
+    def _read_piece(self, reading: Reading) -> None:
         if reading.error is not None:
             raise reading.error
         reader = reading.reader
@@ -123,14 +188,8 @@ class Prompts:
             self._score(reading, start, hidden)
         if self.cache is not None and reader.position in reading.cuts:
             self.cache.put(reading.tokens[: reader.position], reader.states())
-        if reader.left:
-            return False
-        reading.over, reading.hidden = True, hidden[-1:]
-        if reading.job is None:
-            self.later.remove(reading)
-        else:
-            self.reading.remove(reading)
-        return True
+        if not reader.left and reading.job is not None and reading.job.max_new_tokens:
+            reading.logits = reader.logits(hidden[-1:])
 
     def _size(self, reading: Reading) -> int:
         """Tokens of the next piece."""
@@ -171,7 +230,7 @@ class Prompts:
 
     def _locate(self, reading: Reading) -> None:
         """Finds where to go on from: the start, states in the cache, or those that another text is about to have."""
-        if self.cache is None or (reading.job is not None and reading.job.scored):
+        if self.cache is None or (reading.job is not None and (reading.job.scored or reading.job.watched)):
             return self._start(reading, 0, ())
         node, common = self.cache.match(reading.tokens)
         reading.cuts.add(common * self.pieces.chunk)
@@ -191,15 +250,17 @@ class Prompts:
     def _start(self, reading: Reading, past: int, states: tuple[State, ...]) -> None:
         reading.cached = past
         reading.cuts.add(len(reading.tokens) // self.pieces.chunk * self.pieces.chunk)
-        reading.reader = Reader(self.model, reading.tokens, states, past)
+        reading.reader = Reader(self.model, reading.tokens, states, past, gates=reading.job is not None and reading.job.watched)
 
     def _ahead(self, reading: Reading, known: int) -> tuple[Reading, int] | None:
         """An older text that will have states further on in this one than the `known` tokens."""
-        if reading.job is None or reading.has_waited:
+        if reading.job is None or reading.has_waited or not reading.head:
             return None
         for other in self.reading:
             if other is reading:
                 return None
+            if other.head != reading.head:
+                continue
             length = min(len(other.tokens), len(reading.tokens) - 1)
             differing = (other.tokens[:length] != reading.tokens[:length]).nonzero()
             shared = int(differing[0]) if len(differing) else length

@@ -7,11 +7,19 @@ import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from headmax.serve.job import Likeliest, NewToken
+from headmax.analysis.gates import Gate
+from headmax.serve.job import Gates, Likeliest, NewToken
 from headmax.serve.words import Words
 
 LEAST = -9999.0
 """Stands for log-probabilities that JSON has no number for."""
+
+
+class More(NamedTuple):
+    """What else to tell of each choice."""
+
+    token_ids: bool = False
+    gates: bool = False
 
 
 class News(NamedTuple):
@@ -21,6 +29,7 @@ class News(NamedTuple):
     scores: list[NewToken]
     """Of its tokens, and of the prompt's where that is echoed and scored."""
     tokens: list[int]
+    gates: list[Gates]
 
 
 class Continuation:
@@ -33,6 +42,8 @@ class Continuation:
         self.text = start
         self.tokens: list[int] = []
         self.scores: list[NewToken] = []
+        self.gates: list[Gates] = []
+        """Of pieces of the text that have not been told."""
         self.finish: str | None = None
         self.told = (0, 0, 0)
         self.offset = 0
@@ -60,7 +71,8 @@ class Continuation:
         """What has come since the last call."""
         text, scores, tokens = self.told
         self.told = len(self.text), len(self.scores), len(self.tokens)
-        return News(self.text[text:], self.scores[scores:], self.tokens[tokens:])
+        gates, self.gates = self.gates, []
+        return News(self.text[text:], self.scores[scores:], self.tokens[tokens:], gates)
 
 
 class Reply:
@@ -68,9 +80,9 @@ class Reply:
 
     kind, object, chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, model: str, words: Words | None, choices: list[Continuation], *, logprobs: int | None, token_ids: bool) -> None:
+    def __init__(self, model: str, words: Words | None, choices: list[Continuation], *, logprobs: int | None, more: More) -> None:
         """`logprobs`: how many of the likeliest tokens to tell; None to tell of none."""
-        self.words, self.choices, self.logprobs, self.token_ids = words, choices, logprobs, token_ids
+        self.words, self.choices, self.logprobs, self.more = words, choices, logprobs, more
         self.head = {"id": f"{self.kind}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self.prompt_tokens = self.cached_tokens = 0
 
@@ -98,8 +110,8 @@ class Reply:
     def chunk(self, choice: Continuation) -> dict[str, Any] | None:
         """What is new of a choice, if anything is."""
         ended, news = choice.finish is not None and not choice.closed, choice.news()
-        scored, named = self.logprobs is not None and news.scores, self.token_ids and news.tokens
-        if not (ended or news.text or scored or named):
+        scored, named = self.logprobs is not None and news.scores, self.more.token_ids and news.tokens
+        if not (ended or news.text or scored or named or news.gates):
             return None
         choice.closed = choice.finish is not None
         return {**self.head, "object": self.chunk_object, "choices": [self._part(choice, news)]}
@@ -115,7 +127,8 @@ class Reply:
         """Of a stream."""
         logprobs = None if self.logprobs is None else self._logprobs(choice, news.scores)
         made = {"index": choice.index, **self._content(news.text), "logprobs": logprobs, "finish_reason": choice.finish}
-        return made | {"token_ids": news.tokens} if self.token_ids else made
+        made |= {"token_ids": news.tokens} if self.more.token_ids else {}
+        return made | ({"gates": list(map(gates_shown, news.gates))} if self.more.gates else {})
 
     def _content(self, text: str) -> dict[str, Any]:
         return {"text": text}
@@ -143,6 +156,18 @@ class Reply:
 
     def _name(self, token: int) -> str:
         return f"token_id:{token}" if self.words is None else self.words.token(token)[0]
+
+
+def gates_shown(gates: Gates) -> dict[str, Any]:
+    """Each gate as the winner of each token, -1 for none, and the shares of its heads."""
+
+    def shown(gate: Gate | None) -> dict[str, Any] | None:
+        if gate is None:
+            return None
+        return {"winners": gate.winners.tolist(), "shares": [[round(x, 4) for x in row] for row in gate.shares.tolist()]}
+
+    layers = [{"layer": layer.index, "read": shown(layer.read), "write": shown(layer.write)} for layer in gates.layers]
+    return {"start": gates.start, "layers": layers}
 
 
 class ChatReply(Reply):

@@ -11,15 +11,19 @@ from collections import deque
 import torch
 
 from headmax.generate.sampling import NO_TOKEN
+from headmax.generate.step import Entry
 from headmax.models import HeadmaxForCausalLM
 from headmax.serve.cache import PrefixCache
 from headmax.serve.job import Choice, Closed, Ended, Event, Failed, Full, Job, NewToken, Read
-from headmax.serve.lanes import FirstToken, Lanes, Outcome, Wait
+from headmax.serve.lanes import Asked, FirstTokens, Lanes, Outcome, Wait
 from headmax.serve.metrics import Metrics
 from headmax.serve.prompts import Pieces, Prompts, Reading
+from headmax.serve.watch import Watches, gates_of
 
 logger = logging.getLogger("headmax")
 
+MOST_FIRST = 64
+"""First tokens that are sampled at a time."""
 MOST_FAILURES = 3
 """Steps in a row that may fail before the scheduler gives up."""
 
@@ -40,17 +44,21 @@ class Scheduler:
         cache: PrefixCache | None = None,
         queue: int = 256,
         ahead: int | None = None,
+        feed: int | None = None,
         metrics: Metrics | None = None,
     ) -> None:
         """
         Args:
             queue: most jobs that wait for a slot.
+            feed: tokens at a prompt's end that steps read, in place of a pass of its own; by default 16 on a GPU, where a pass takes as
+                long as many steps, and 1 elsewhere.
             ahead: steps that may be under way on the device while the host looks at an earlier one; by default 1 on a GPU.
         """
         self.model, self.lanes, self.cache, self.pieces, self.queue = model, lanes, cache, pieces, queue
         self.ahead = (1 if model.device.type == "cuda" else 0) if ahead is None else ahead
+        self.feed = (16 if model.device.type == "cuda" else 1) if feed is None else feed
         self.metrics = Metrics() if metrics is None else metrics
-        self.first = FirstToken(model)
+        self.first = FirstTokens(model, 1 if pieces.exact else MOST_FIRST)
         self.prompts = Prompts(model, cache, pieces, self.wake)
         self.changed = threading.Condition()
         self.version = 0
@@ -63,6 +71,7 @@ class Scheduler:
         self.running: dict[int, Choice] = {}
         self.pending: deque[tuple[dict[int, Choice], Wait]] = deque()
         self.failures = 0
+        self.watches = Watches(self._tell)
         self.metrics.watch(self, cache)
         self.thread = threading.Thread(target=self._run, name="headmax-scheduler", daemon=True)
 
@@ -124,7 +133,7 @@ class Scheduler:
     def _jobs(self) -> set[Job]:
         """All that were admitted and have not ended."""
         reading = {reading.job for reading in (*self.prompts.reading, *(reading for reading, _ in self.ready))}
-        return {job for job in reading if job is not None} | {choice.job for choice in self.running.values()}
+        return {job for job in reading if job is not None} | {choice.job for choice in self.running.values()} | set(self.watches.watches)
 
     def _turn(self) -> bool:
         """One round of the loop; whether there is another."""
@@ -134,6 +143,7 @@ class Scheduler:
         busy = self._read() or busy
         busy = self._enter() or busy
         busy = self._decode() or busy
+        busy = self._watch() or busy
         with self.changed:
             if self.closing and not (self.draining and (self.waiting or self._jobs())):
                 return False
@@ -153,6 +163,7 @@ class Scheduler:
                 self._drop(job)
             elif choice not in job.cancelled_choices:
                 job.cancelled_choices.add(choice)
+                self.watches.drop(job)
                 for slot, running in list(self.running.items()):
                     if running.job is job and running.choice == choice:
                         self._leave(slot)
@@ -162,6 +173,7 @@ class Scheduler:
         """Forgets a job wherever it is; its slots are free."""
         job.cancelled = True
         self.prompts.drop(job)
+        self.watches.drop(job)
         self.ready = deque(entry for entry in self.ready if entry[0].job is not job)
         for slot, choice in list(self.running.items()):
             if choice.job is job:
@@ -195,38 +207,57 @@ class Scheduler:
 
     def _read(self) -> bool:
         """Pieces of prompts, as many as may come between two steps; at least one if there is any."""
+        short = self.prompts.skim(self.feed)
+        for reading in short:
+            assert reading.job is not None
+            self.metrics.read.inc(reading.left)
+            self._has_read(reading, reading.job)
         left = self.pieces.most
-        while (reading := self.prompts.next(left)) is not None:
-            before = reading.position
-            self._read_piece(reading)
-            left -= max(1, reading.position - before)
-            if left <= 0 or reading.job is None:
+        while group := self.prompts.next(left):
+            left -= max(1, self._read_group(group))
+            if left <= 0 or group[0].job is None:
                 return True
-        return left < self.pieces.most
+        return bool(short) or left < self.pieces.most
 
-    def _read_piece(self, reading: Reading) -> None:
-        """One piece of one text."""
-        before = reading.position
+    def _read_group(self, group: list[Reading]) -> int:
+        """One piece of one text, or several texts in one pass. How many tokens."""
+        before = [reading.position for reading in group]
         try:
-            whole = self.prompts.read(reading)
+            self.prompts.read(group)
         except Exception as error:  # such as too little memory for it
-            logger.exception("reading a prompt failed")
-            reading.over = True
-            if reading.job is None:
-                self.prompts.later.remove(reading)
-            else:
-                self._fail(reading.job, error)
+            self._reading_failed(group, error)
+            return 0
+        for reading, start in zip(group, before, strict=True):
+            if reading.job is not None:
+                self.metrics.read.inc(reading.position - start)
+                if reading.job.watched and reading.reader is not None:
+                    self._tell(reading.job, gates_of(reading.reader, reading.position - start))
+                if reading.over:
+                    self._has_read(reading, reading.job)
+        return sum(reading.position for reading in group) - sum(before)
+
+    def _reading_failed(self, group: list[Reading], error: Exception) -> None:
+        """Who was read alone fails; of several each is tried by itself."""
+        if len(group) > 1:
+            logger.warning("reading %d prompts together failed: %s", len(group), " ".join(str(error).split())[:200])
+            for reading in group:
+                reading.alone = True
             return
-        if reading.job is not None:
-            self.metrics.read.inc(reading.position - before)
-            if whole:
-                self._has_read(reading, reading.job)
+        logger.error("reading a prompt failed", exc_info=error)
+        (reading,) = group
+        reading.over = True
+        if reading.job is None:
+            self.prompts.later.remove(reading)
+        else:
+            self._fail(reading.job, error)
 
     def _has_read(self, reading: Reading, job: Job) -> None:
         if self.cache is not None:
             (self.metrics.hits if reading.cached else self.metrics.misses).inc()
         self.metrics.cached.inc(reading.cached)
         self._tell(job, Read(reading.cached, reading.scores if job.scored else None))
+        if job.watched and reading.reader is not None:
+            self.watches.begin(job, reading.reader)
         if job.max_new_tokens:
             self.ready.append((reading, list(range(len(job.rules)))))
         else:
@@ -237,47 +268,70 @@ class Scheduler:
         """First tokens, and slots for those who go on, in the order in which prompts were read."""
         entered = False
         while self.ready and self.lanes.free():
-            reading, choices = self.ready[0]
-            number = choices.pop(0)
-            if not choices:
-                self.ready.popleft()
-            job = reading.job
-            assert job is not None
-            if number in job.cancelled_choices:
-                self._close(job)
-            else:
-                try:
-                    self._begin(reading, job, number)
-                except Exception as error:
-                    logger.exception("the first token of a request failed")
+            begun: list[tuple[Reading, Choice]] = []
+            while self.ready and len(begun) < min(self.lanes.free(), self.first.rows):
+                reading, choices = self.ready[0]
+                number = choices.pop(0)
+                if not choices:
+                    self.ready.popleft()
+                job = reading.job
+                assert job is not None
+                if number in job.cancelled_choices:
+                    self._close(job)
+                else:
+                    begun.append((reading, Choice(job, number, job.rules[number], job.features(job.rules[number]))))
+            try:
+                self._begin(begun)
+            except Exception as error:
+                logger.exception("first tokens failed")
+                for job in {choice.job for _, choice in begun}:
                     self._fail(job, error)
             entered = True
         return entered
 
-    def _begin(self, reading: Reading, job: Job, number: int) -> None:
-        """The first token of a choice, and its slot if there are to be more."""
-        assert reading.reader is not None
-        assert reading.hidden is not None
-        rules = job.rules[number]
-        choice = Choice(job, number, rules, job.features(rules))
-        outcome = self.first(reading.reader.logits(reading.hidden), job.tokens, rules, choice.features)
-        if self._note(choice, outcome):
-            text = torch.cat([job.tokens, torch.tensor(choice.new)])
-            self.running[self.lanes.enter(reading.reader.states(), text, 1, rules)] = choice
+    def _begin(self, begun: list[tuple[Reading, Choice]]) -> None:
+        """The first tokens of choices, and slots for those that are to have more."""
+        self._begin_short([(reading, choice) for reading, choice in begun if reading.logits is None])
+        whole = [(reading, choice, reading.logits) for reading, choice in begun if reading.logits is not None]
+        if not whole:
+            return
+        asked = [Asked(logits, choice.job.tokens, choice.rules, choice.features) for _, choice, logits in whole]
+        going = []
+        for (reading, choice, _), outcome in zip(whole, self.first(asked), strict=True):
+            if not choice.job.cancelled and self._note(choice, outcome):
+                going.append((reading, choice))
+        going = [(reading, choice) for reading, choice in going if not choice.job.cancelled]
+        if going:
+            texts = [torch.cat([choice.job.tokens, torch.tensor(choice.new, dtype=torch.int64)]) for _, choice in going]
+            entries = [Entry(reading.states(), text, 1, choice.rules) for (reading, choice), text in zip(going, texts, strict=True)]
+            self.running.update(zip(self.lanes.enter(entries), (choice for _, choice in going), strict=True))
+
+    def _begin_short(self, begun: list[tuple[Reading, Choice]]) -> None:
+        """Slots for choices whose prompt's end is left to steps."""
+        if not begun:
+            return
+        entries = []
+        for reading, choice in begun:
+            at = reading.position
+            choice.launched, choice.feed = 1 - reading.left, deque(choice.job.tokens[at:].tolist())
+            entries.append(Entry(reading.states(), choice.job.tokens[: at + 1], 0, choice.rules))
+        self.running.update(zip(self.lanes.enter(entries), (choice for _, choice in begun), strict=True))
 
     def _decode(self) -> bool:
         """Launches a step of all that want one, and takes what an earlier one gave."""
         going = {slot: choice for slot, choice in self.running.items() if choice.launched < choice.job.max_new_tokens}
         if going:
             try:
+                if fed := {slot: choice.feed.popleft() for slot, choice in going.items() if choice.feed}:
+                    self.lanes.feed(fed)
                 wait = self.lanes.run({slot: choice.features for slot, choice in going.items()})
-                for slot, choice in going.items():
+                for choice in going.values():
                     choice.launched += 1
-                    self._mark(slot, choice)
+                self._mark(going)
             except Exception as error:
                 self._step_failed(error)
                 return True
-            self.pending.append((going, wait))
+            self.pending.append(({slot: choice for slot, choice in going.items() if choice.launched > 0}, wait))
         took = False
         while len(self.pending) > (self.ahead if going else 0):
             self._take(*self.pending.popleft())
@@ -296,6 +350,17 @@ class Scheduler:
             self._fail(job, error)
         if self.failures >= MOST_FAILURES:
             raise error
+
+    def _watch(self) -> bool:
+        """The gates of one text's new tokens; whether there were any."""
+        job = self.watches.next()
+        if job is not None:
+            try:
+                self.watches.read(job)
+            except Exception as error:
+                logger.exception("reading gates failed")
+                self._fail(job, error)
+        return job is not None
 
     def _take(self, launched: dict[int, Choice], wait: Wait) -> None:
         """Hands out what a step gave."""
@@ -322,6 +387,8 @@ class Scheduler:
         choice.last = now
         choice.new.append(outcome.token)
         self._tell(job, NewToken(choice.choice, *outcome))
+        if job.watched:
+            self.watches.token(job, outcome.token)
         stopped = outcome.token in job.stop_tokens
         if not stopped and len(choice.new) < job.max_new_tokens:
             return True
@@ -330,7 +397,7 @@ class Scheduler:
 
     def _end(self, job: Job, event: Ended) -> None:
         self._close(job)
-        self._tell(job, event)
+        (self.watches.end if job.watched else self._tell)(job, event)
 
     def _close(self, job: Job) -> None:
         """One choice less that is open."""
@@ -345,16 +412,23 @@ class Scheduler:
         self.lanes.leave(slot)
         if self.cache is None:
             return
-        text = torch.cat([choice.job.tokens, torch.tensor(choice.new)])
+        text = torch.cat([choice.job.tokens, torch.tensor(choice.new, dtype=torch.int64)])
         if self.pieces.exact:
             self.prompts.keep_later(text, len(choice.new))
         elif choice.mark is not None and choice.mark[0] <= len(text):
-            self.cache.put(text[: choice.mark[0]], choice.mark[1])
+            with contextlib.suppress(torch.OutOfMemoryError):  # then it is not kept
+                self.cache.put(text[: choice.mark[0]], choice.mark[1]())
 
-    def _mark(self, slot: int, choice: Choice) -> None:
-        """Copies the states of a slot where a chunk ends: the last such copy is kept when the turn ends."""
-        if self.cache is not None and not self.pieces.exact and choice.fed % self.pieces.chunk == 0:
-            try:
-                choice.mark = choice.fed, self.lanes.take(slot, choice.fed)
-            except torch.OutOfMemoryError:
-                choice.mark = None
+    def _mark(self, going: dict[int, Choice]) -> None:
+        """Copies the states of slots where a chunk ends: the last such copy is kept when the turn ends."""
+        if self.cache is None or self.pieces.exact:
+            return
+        ends = {slot: choice for slot, choice in going.items() if choice.fed % self.pieces.chunk == 0}
+        if not ends:
+            return
+        for choice in ends.values():
+            choice.mark = None
+        with contextlib.suppress(torch.OutOfMemoryError):
+            taken = self.lanes.take(list(ends), [choice.fed for choice in ends.values()])
+            for choice, states in zip(ends.values(), taken, strict=True):
+                choice.mark = choice.fed, states

@@ -91,6 +91,7 @@ class Generation(Body):
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = Field(False, description="Adds `token_ids` to each choice.")
+    return_gates: bool = Field(False, description="Adds `gates`, those of all tokens from the prompt's first; for one choice without stop.")
 
 
 class CompletionBody(Generation):

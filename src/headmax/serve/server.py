@@ -8,17 +8,20 @@ import platform
 import signal
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 import uvicorn
 
+from headmax import durable
 from headmax.generate.engine import Engine
 from headmax.generate.prefix import fingerprint
 from headmax.models import HeadmaxForCausalLM
 from headmax.serve.app import make_app
 from headmax.serve.cache import PrefixCache
+from headmax.serve.chat import end_tokens
 from headmax.serve.config import ServerConfig
 from headmax.serve.folder import Folder
 from headmax.serve.lanes import Apart, Batch, Lanes
@@ -26,6 +29,8 @@ from headmax.serve.prompts import Pieces
 from headmax.serve.scheduler import Scheduler
 from headmax.serve.service import Service
 from headmax.serve.words import Words
+from headmax.train.loading import has_tokenizer, load_model, load_tokenizer
+from headmax.train.parallel import find_device
 
 logger = logging.getLogger("headmax")
 
@@ -60,19 +65,40 @@ def make_cache(model: HeadmaxForCausalLM, config: ServerConfig) -> PrefixCache |
     return PrefixCache(config.chunk, limits, folder)
 
 
+def make_scheduler(model: HeadmaxForCausalLM, config: ServerConfig, state_dtype: torch.dtype = torch.float32) -> Scheduler:
+    """With its slots and its prefix cache; not running yet."""
+    pieces = Pieces(config.chunk, max(config.piece, config.chunk), config.deterministic)
+    lanes = make_lanes(model, config, state_dtype)
+    return Scheduler(model.eval(), lanes, pieces=pieces, cache=make_cache(model, config), queue=config.queue)
+
+
 def make_service(
     model: HeadmaxForCausalLM, config: ServerConfig, tokenizer: Any = None, state_dtype: torch.dtype = torch.float32
 ) -> Service:
     """Everything but the socket; the scheduler is running."""
-    ends = model.generation_config.eos_token_id
-    stops = {token for token in (ends if isinstance(ends, list) else [ends]) if token is not None}
-    stops |= {token for token in [getattr(tokenizer, "eos_token_id", None)] if token is not None}
-    pieces = Pieces(config.chunk, max(config.piece, config.chunk), config.deterministic)
-    scheduler = Scheduler(
-        model.eval(), make_lanes(model, config, state_dtype), pieces=pieces, cache=make_cache(model, config), queue=config.queue
-    )
+    scheduler = make_scheduler(model, config, state_dtype)
     words = None if tokenizer is None else Words(tokenizer)
-    return Service(config, scheduler.start(), words, model.config.vocab_size, frozenset(stops))
+    return Service(config, scheduler.start(), words, model.config.vocab_size, end_tokens(model, tokenizer))
+
+
+def load_service(
+    checkpoint: str,
+    config: ServerConfig,
+    device: str,
+    *,
+    dtype: str | None = None,
+    state_dtype: str = "float32",
+    tokenizer: str | None = None,
+    template: Path | None = None,
+) -> Service:
+    """`make_service` for a checkpoint, with its own tokenizer or another's, and a chat template from a file if given."""
+    model = load_model(checkpoint, find_device(device), getattr(torch, dtype) if dtype else None)
+    words = load_tokenizer(tokenizer or checkpoint) if tokenizer is not None or has_tokenizer(checkpoint) else None
+    if template is not None:
+        if words is None:
+            raise ValueError("--chat-template needs a tokenizer: --tokenizer names a folder with one")
+        words.chat_template = durable.read_text(template)
+    return make_service(model, config, words, getattr(torch, state_dtype))
 
 
 def listen(host: str, port: int) -> socket.socket:

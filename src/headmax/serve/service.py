@@ -13,14 +13,14 @@ from starlette.responses import HTMLResponse, Response
 
 from headmax import durable
 from headmax.generate.sampling import Sampling
-from headmax.serve import openapi
+from headmax.serve import openapi, playground
 from headmax.serve.config import ServerConfig
 from headmax.serve.errors import ApiError, json_response
 from headmax.serve.exchange import EventStream, Exchange
 from headmax.serve.inbox import Mail
 from headmax.serve.job import Job
 from headmax.serve.metrics import CONTENT_TYPE
-from headmax.serve.reply import ChatReply, Continuation, Reply
+from headmax.serve.reply import ChatReply, Continuation, More, Reply
 from headmax.serve.scheduler import Scheduler
 from headmax.serve.schema import ChatBody, CompletionBody, Generation, check
 from headmax.serve.words import Words
@@ -60,6 +60,9 @@ class Service:
     async def docs(self, request: Request) -> Response:
         return HTMLResponse(openapi.page(self.config.name))
 
+    async def page(self, request: Request) -> Response:
+        return playground.part(request.url.path)
+
     async def completions(self, request: Request) -> Response:
         body = check(CompletionBody, await self._json(request))
         self._check_model(body.model)
@@ -73,7 +76,7 @@ class Service:
         if body.echo and self.words is not None:
             starts = [given if isinstance(given, str) else self.words.decode(ids) for given, ids in zip(body.prompt, prompts, strict=True)]
         choices = self._continuations(body, [start for start in starts for _ in range(body.n)])
-        reply = Reply(self.config.name, self.words, choices, logprobs=body.logprobs, token_ids=body.return_token_ids)
+        reply = Reply(self.config.name, self.words, choices, logprobs=body.logprobs, more=More(body.return_token_ids, body.return_gates))
         jobs = self._jobs(body, prompts, body.max_tokens, body.logprobs, scored=body.echo and body.logprobs is not None)
         return await self._answer(request, body, jobs, reply)
 
@@ -90,7 +93,7 @@ class Service:
         limit = max(1, self.config.max_length - len(ids)) if asked is None else asked
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         choices = self._continuations(body, [""] * body.n)
-        reply = ChatReply(self.config.name, self.words, choices, logprobs=logprobs, token_ids=body.return_token_ids)
+        reply = ChatReply(self.config.name, self.words, choices, logprobs=logprobs, more=More(body.return_token_ids, body.return_gates))
         return await self._answer(request, body, self._jobs(body, [ids], limit, logprobs), reply)
 
     async def _answer(self, request: Request, body: Generation, jobs: Sequence[Job], reply: Reply) -> Response:
@@ -114,6 +117,10 @@ class Service:
         for token in body.stop_token_ids:
             if not 0 <= token < self.vocabulary:
                 raise ApiError(400, f"stop_token_ids: {token} is not in the vocabulary of {self.vocabulary} tokens", param="stop_token_ids")
+        if body.return_gates and (len(prompts) * body.n > 1 or body.stop):
+            raise ApiError(400, "return_gates: needs a single choice, and stop_token_ids in place of stop", param="return_gates")
+        if body.return_gates and self.scheduler.model.config.head_gate is None:
+            raise ApiError(400, "return_gates: this model has no head gates", param="return_gates")
         stops = frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else self.ends)
         jobs = []
         for number, ids in enumerate(prompts):
@@ -130,6 +137,7 @@ class Service:
                     logprobs=logprobs is not None,
                     likeliest=bool(logprobs),
                     scored=scored,
+                    watched=body.return_gates,
                 )
             )
         return jobs

@@ -1,8 +1,7 @@
 "use strict";
 (async () => {
   const DATA = JSON.parse(document.getElementById("data").textContent);
-  const TOKENS = DATA.tokens, COUNT = TOKENS.length, PALETTE = 8, CHUNK = 200, BINS = 256;
-  const BORDERS = ["none", "solid", "dashed", "dotted", "double"];
+  const TOKENS = DATA.tokens, COUNT = TOKENS.length, CHUNK = 200, BINS = 256;
   const LAYERS = [...new Set(DATA.models.flatMap(model => model.layers.map(layer => layer.index)))].sort((a, b) => a - b);
   const state = { layer: LAYERS[0], gate: "read", colour: "winner", token: 0, window: COUNT > 64 ? 64 : 0, hover: null };
   const $ = id => document.getElementById(id);
@@ -61,18 +60,12 @@
     const [, spaces, body, breaks] = text.match(/^((?: +(?=[^ \n]))?)([^]*?)(\n*)$/), shown = escaped(body).replace(/\n/g, "<i>↵</i>\n").replace(/\t/g, "<i>⇥</i>\t");
     return `${spaces}<span class="t" data-i="${token}">${shown + "<i>↵</i>".repeat(breaks.length) || "<i>∅</i>"}</span>${breaks}`;
   }
-  const plain = text => text.replace(/\n/g, "↵").replace(/\t/g, "⇥").replace(/ /g, "␣");
   function make(tag, properties = {}, ...children) {
     const node = Object.assign(document.createElement(tag), properties);
     for (const [name, value] of Object.entries(properties)) if (name.includes("-") || name === "role") node.setAttribute(name, value);
     node.append(...children);
     return node;
   }
-  /** A head's colour at a strength in 0..1; beyond eight heads the line below tells them apart. */
-  const paint = (head, strength) =>
-    `background:color-mix(in srgb,var(--h${head % PALETTE}) calc((var(--least) + (var(--most) - var(--least)) * ${strength.toFixed(3)}) * 1%),transparent);` +
-    (head < PALETTE ? "" : `border-bottom:2px ${BORDERS[Math.floor(head / PALETTE) % BORDERS.length]} var(--h${head % PALETTE})`);
-  const above = (value, even) => (even < 1 ? Math.min(1, Math.max(0, (value - even) / (1 - even))) : 1);
   const rgb = name => {
     const hex = getComputedStyle(document.documentElement).getPropertyValue(name).trim().slice(1);
     return [0, 2, 4].map(n => parseInt(hex.slice(n, n + 2), 16));
