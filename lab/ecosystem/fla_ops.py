@@ -49,6 +49,8 @@ def adapt(op: Op) -> Callable[..., tuple[Tensor, Tensor | None]]:
             if options.pop(name, None) not in (None, False):
                 pytest.skip(f"{name}: {reason}")
         if "transpose_state_layout" in options:
+            if "state_v_first" in options:
+                raise ValueError("give one of state_v_first and transpose_state_layout")
             warnings.warn("transpose_state_layout is state_v_first", DeprecationWarning, stacklevel=2)
         state_first = [options.pop(name, False) for name in ("state_v_first", "transpose_state_layout")]
         options = {name: x for name, x in options.items() if name not in IGNORED and x is not None}
