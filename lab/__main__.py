@@ -23,6 +23,14 @@ LAB = Program(
             Command("figures", "lab.cli.pages:figures", "Draw the paper's figures from records."),
         ),
         "Package": (Command("package", "lab.cli.pages:package", "Write the records that the package needs into it."),),
+        "Other libraries' tests": (
+            Command(
+                "ecosystem transformers",
+                "lab.cli.ecosystem:transformers",
+                "Run transformers' tests of a language model on every mixer, with and without gates.",
+            ),
+            Command("ecosystem fla", "lab.cli.ecosystem:fla", "Run flash-linear-attention's tests of its ops on headmax's."),
+        ),
         "Measurements": (
             Command(
                 "bench train",
@@ -41,6 +49,7 @@ LAB = Program(
     {
         "study": "The study of lab/study/plan.md: its data and its runs.",
         "bench": "Measure what our own pages show beside the records of `headmax bench`.",
+        "ecosystem": "Run the tests of other libraries on headmax, from a checkout of theirs.",
     },
     {option: about for option, about in HEADMAX.options.items() if not option.startswith("--completion")},
 )

@@ -3,7 +3,14 @@
 from headmax import recipes
 from headmax.layers import HeadGateConfig
 from headmax.layers.mixers.outside import import_outside_mixers
-from headmax.models import HeadmaxCache, HeadmaxConfig, HeadmaxForCausalLM, HeadmaxModel
+from headmax.models import (
+    HeadmaxCache,
+    HeadmaxConfig,
+    HeadmaxForCausalLM,
+    HeadmaxForSequenceClassification,
+    HeadmaxForTokenClassification,
+    HeadmaxModel,
+)
 from headmax.models.softmaxify import softmaxify
 from headmax.ops import Packing
 
@@ -11,4 +18,15 @@ import_outside_mixers()
 
 __version__ = "0.1.0"
 
-__all__ = ["HeadGateConfig", "HeadmaxCache", "HeadmaxConfig", "HeadmaxForCausalLM", "HeadmaxModel", "Packing", "recipes", "softmaxify"]
+__all__ = [
+    "HeadGateConfig",
+    "HeadmaxCache",
+    "HeadmaxConfig",
+    "HeadmaxForCausalLM",
+    "HeadmaxForSequenceClassification",
+    "HeadmaxForTokenClassification",
+    "HeadmaxModel",
+    "Packing",
+    "recipes",
+    "softmaxify",
+]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorWithFlattening, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorWithFlattening, StaticCache
 
 from headmax import HeadGateConfig, HeadmaxCache, HeadmaxConfig, HeadmaxForCausalLM, Packing, recipes
 from headmax.layers import AttentionConfig
@@ -412,8 +412,10 @@ def test_call_errors() -> None:
     model, ids = make("hybrid"), tokens(1, 6)
     with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
         model()
-    with pytest.raises(ValueError, match="past_key_values must be a HeadmaxCache, got DynamicCache"):
-        model(ids, past_key_values=DynamicCache())
+    with pytest.raises(ValueError, match="past_key_values must be a HeadmaxCache or an empty DynamicCache, got StaticCache"):
+        model(ids, past_key_values=StaticCache(model.config, 10))
+    with pytest.raises(ValueError, match=r"attention_mask must be \[batch, time\]: a 4-D mask"):
+        model(ids, attention_mask=torch.ones(1, 1, 6, 6))
     with pytest.raises(ValueError, match=r"attention_mask must be \[batch, seen \+ time\] = \[1, 6\], got \[1, 5\]"):
         model(ids, attention_mask=torch.ones(1, 5))
     with pytest.raises(ValueError, match="attention layers keep no states of packed sequences"):
@@ -440,7 +442,7 @@ def test_call_errors() -> None:
     with pytest.raises(ValueError, match="past_key_values has 1 layers, the model 3"):
         model(ids, past_key_values=HeadmaxCache(1))
     with pytest.raises(ValueError, match="a recurrent state cannot be cropped"):
-        HeadmaxCache(1).layers[0].crop(-1)
+        model(ids, use_cache=True).past_key_values.crop(-1)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks, at a block's input

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import is_dataclass, make_dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -34,6 +34,39 @@ METAVARS = {
     "backend": "BACKEND",
     "eos_token_id": "INT [INT ...]",
 }
+
+
+Mix = Annotated[tuple[str, ...], metavar("FOLDER=SHARE [FOLDER=SHARE ...]")]
+Checkpoint = Annotated[Path | None, tyro.conf.arg(name="from", metavar="CHECKPOINT", help_behavior_hint=shown_default)]
+
+
+def shares(mix: Sequence[str]) -> dict[Path, float]:
+    """What --mix names."""
+    found = {}
+    for word in mix:
+        folder, _, share = word.rpartition("=")
+        try:
+            found[Path(folder)] = float(share)
+        except ValueError:
+            raise ValueError(f"--mix takes FOLDER=SHARE, as in books=0.3, got {word!r}") from None
+    if not all(share > 0 for share in found.values()) or not sum(found.values()) < 1 or len(found) < len(mix):
+        raise ValueError(f"--mix: shares of different folders must be above 0 and below 1 in all, got {', '.join(mix)}")
+    return found
+
+
+def read_data(chosen: Any, data: Path | None, mix: dict[Path, float], words: Path | None) -> tuple[Any, Any, dict[str, Any]]:
+    """The recipe, what it trains on, and what else the trainer must know of the data."""
+    from headmax.train.loading import find_source, load_tokenizer
+
+    if data is not None and data.suffix == ".jsonl":
+        if words is None or mix:
+            raise ValueError("--data: conversations need --from or --tokenizer for their chat template, and take no --mix")
+        return chosen, chosen.chats(data, load_tokenizer(words)), {"tokenizer": find_source(words)}
+    if data is None and mix:
+        raise ValueError("--mix: --data must name the folder that has the rest of the samples")
+    chosen = chosen if data is None else chosen.speaking(data)
+    source, validation = chosen.sources(data) if data is None or not mix else chosen.mixture(data, mix)
+    return chosen, source, {"validation": validation, "tokenizer": data}
 
 
 def attribute_docs(cls: type) -> dict[str, str]:
@@ -92,13 +125,27 @@ def build_train(arguments: list[str]) -> Callable[..., None]:
     """`headmax train`, its defaults those of the recipe that the first argument names."""
     named = book.get(recipe_name(arguments))
 
-    def train(recipe: Recipe, /, out: OutFolder, data: Folder = None, config: Any = None, model: Any = None, task: Any = None) -> None:
+    def train(
+        recipe: Recipe,
+        /,
+        out: OutFolder,
+        data: Folder = None,
+        mix: Mix = (),
+        checkpoint: Checkpoint = None,
+        tokenizer: Folder = None,
+        config: Any = None,
+        model: Any = None,
+        task: Any = None,
+    ) -> None:
         """Train the model of a recipe, with torchrun on several GPUs; rerun to resume.
 
         Args:
             recipe: a model and its training settings; `headmax recipes` lists them.
             out: folder of the run, for checkpoints, metrics.jsonl and summary.json.
-            data: folder that `headmax data prepare` wrote; recipes of recall tasks need none.
+            data: folder that `headmax data prepare` wrote, or a .jsonl of conversations; recipes of recall tasks need none.
+            mix: further folders with their shares of the samples, as in books=0.3; --data has the rest.
+            checkpoint: go on from a trained model; a softmax recipe gives gates, which start as 1, to a model without.
+            tokenizer: whose chat template writes the conversations; that of the --from checkpoint unless given.
             task: size of the recall task, which sets the vocabulary and the numbers of tokens.
         """
         from headmax.train.live import Live
@@ -107,22 +154,25 @@ def build_train(arguments: list[str]) -> Callable[..., None]:
         chosen = replace(book.get(recipe), model=build(model), train=build(config))
         if task is not None and build(task) != chosen.task:
             chosen = chosen.on(build(task))
-        if data is not None:
-            chosen = chosen.speaking(data)
-        source, validation = chosen.sources(data)
-        options: Any = {"validation": validation, "tokenizer": data}
+        start: Any = {}
+        if checkpoint is not None:
+            chosen, start = chosen.after(checkpoint)
+        chosen, source, options = read_data(chosen, data, shares(mix), tokenizer or checkpoint)
         with (
             Live(chosen.train.steps, chosen.train.log.print_every) as live,
-            training(chosen.model, chosen.train, source, out, show=live, **options) as trainer,
+            training(chosen.model, chosen.train, source, out, show=live, start=start, **options) as trainer,
         ):
             trainer.run()
 
     config, model, task = as_options(named.train), as_options(named.model), named.task and as_options(named.task)
-    train.__defaults__ = (None, config, model, task)
+    train.__defaults__ = (None, (), None, None, config, model, task)
     train.__annotations__ = {
         "recipe": Recipe,
         "out": OutFolder,
         "data": Folder,
+        "mix": Mix,
+        "checkpoint": Checkpoint,
+        "tokenizer": Folder,
         "config": Annotated[type(config), tyro.conf.arg(name="")],
         "model": type(model),
         "task": type(task) if task else Annotated[None, tyro.conf.Suppress],

@@ -48,7 +48,7 @@ class TokenShards:
         self.vocab_size, self.length, self.seed, self.documents, self.split = index.vocab_size, length, seed, documents, split
         self.num_samples = index.tokens(split) // length
         """Per epoch; what does not fill a window at the end is left out."""
-        self.folder = folder
+        self.folder, self.tokenizer_sha256, self.document_token = folder, index.tokenizer_sha256, index.document_token
         self._checksum = hashlib.sha256((folder / INDEX).read_bytes()).hexdigest()
         shards = index.splits[split]
         self._bounds = [0, *accumulate(shard.tokens for shard in shards)]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
-from transformers.cache_utils import Cache, CacheLayerMixin
+from torch.utils._pytree import SequenceKey, _register_namedtuple, register_pytree_node, tree_leaves, tree_map_only
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from headmax.layers.mixers.attention import AttentionSlots
+from headmax.layers.mixers.attention import AttentionSlots, AttentionState
 from headmax.layers.mixers.base import RecurrentSlots, RecurrentState
 from headmax.layers.padding import Padding
 from headmax.ops.packing import Packing
@@ -22,12 +22,22 @@ class StateLayer(CacheLayerMixin):
     is_sliding = False
 
     def __init__(self) -> None:
-        super().__init__()
+        self.is_initialized = False
         self.state: tuple | None = None
         self.seen = 0
         """How many places of each row have been read, padding included; of packed sequences those of the longest."""
         self.tokens: int | Tensor = 0
         """How many tokens, [sequences] where each has its own number."""
+
+    @property
+    def keys(self) -> Tensor | None:  # type: ignore[override]
+        """Of an attention layer, [sequences, heads, seen, dim]; None for a recurrent one."""
+        return getattr(self.state, "keys", None)
+
+    @property
+    def values(self) -> Tensor | None:  # type: ignore[override]
+        """As `keys`."""
+        return getattr(self.state, "values", None)
 
     def advance(self, state: tuple | None, time: int, packing: Packing | None = None, padding: Padding | None = None) -> None:
         """Takes the state after `time` more places of each row."""
@@ -72,8 +82,20 @@ class StateLayer(CacheLayerMixin):
 
     offload = prefetch
 
-    def crop(self, *args: Any) -> None:
-        raise ValueError("a recurrent state cannot be cropped: it holds the whole past in one tensor")
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]
+        return isinstance(self.state, AttentionState)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last places, their number given as a negative one."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes the number of tokens to forget as a negative one, got {tokens_to_remove}")
+        if not tokens_to_remove or self.state is None:
+            return
+        if not isinstance(self.state, AttentionState):
+            raise ValueError("a recurrent state cannot be cropped: it holds the whole past in one tensor")
+        self.state = AttentionState(*(x[:, :, :tokens_to_remove] for x in self.state))
+        self.seen, self.tokens = self.seen + tokens_to_remove, self.tokens + tokens_to_remove
 
     def get_seq_length(self) -> int:
         return self.seen
@@ -108,6 +130,11 @@ class HeadmaxCache(Cache):
             layer.advance(memory, 1)
         return cache
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last places of all layers, or of none: a cache with a recurrent state cannot be cropped."""
+        for layer in sorted(self.layers, key=lambda layer: layer.is_croppable):  # what refuses comes first
+            layer.crop(tokens_to_remove)
+
     def select(self, sequences: Tensor) -> HeadmaxCache:
         """A new cache with the states of these sequences, each as often as it is named: a text read once continues in several ways."""
         chosen = HeadmaxCache(len(self.layers))
@@ -122,3 +149,45 @@ class HeadmaxCache(Cache):
         for layer in self.layers:
             tree_map_only(torch.Tensor, lambda x: sizes.append(x.nbytes), layer.state)
         return sum(sizes)
+
+
+def _is_empty(layer: Any) -> bool:
+    """Whether a layer of transformers' caches holds nothing yet."""
+    held = [getattr(layer, name, None) for name in ("keys", "conv_states", "recurrent_states")]
+    return not isinstance(layer, StateLayer) and not any(isinstance(x, Tensor) for x in tree_leaves(held))
+
+
+def adopt(cache: Cache, num_layers: int) -> None:
+    """Makes sure that a cache holds states of such a model; an empty DynamicCache, as others pass around, is given headmax's layers."""
+    if type(cache) is DynamicCache and not cache.offloading and all(map(_is_empty, cache.layers)):
+        cache.layers, cache.layer_class_to_replicate = list(HeadmaxCache(num_layers).layers), None
+    if not all(isinstance(layer, StateLayer) for layer in cache.layers) or cache.offloading:
+        kind = f"offloaded {type(cache).__name__}" if cache.offloading else type(cache).__name__
+        raise ValueError(
+            f"past_key_values must be a HeadmaxCache or an empty DynamicCache, got {kind}; "
+            "static, quantised and offloaded caches hold keys and values, not recurrent states"
+        )
+    if len(cache.layers) != num_layers:
+        raise ValueError(f"past_key_values has {len(cache.layers)} layers, the model {num_layers}")
+
+
+def _flatten(cache: HeadmaxCache) -> tuple[list[Any], None]:
+    return [(layer.state, layer.tokens, layer.seen) for layer in cache.layers], None
+
+
+def _flatten_with_keys(cache: HeadmaxCache) -> tuple[list[tuple[Any, Any]], None]:
+    return [(SequenceKey(n), layer) for n, layer in enumerate(_flatten(cache)[0])], None
+
+
+def _unflatten(layers: Iterable[Any], _: None) -> HeadmaxCache:
+    held = list(layers)
+    cache = HeadmaxCache(len(held))
+    for layer, (state, tokens, seen) in zip(cache.layers, held, strict=True):
+        layer.state, layer.tokens, layer.seen, layer.is_initialized = state, tokens, seen, state is not None
+    return cache
+
+
+NAME = "headmax.HeadmaxCache"
+register_pytree_node(HeadmaxCache, _flatten, _unflatten, serialized_type_name=NAME, flatten_with_keys_fn=_flatten_with_keys)
+for kind in (AttentionState, RecurrentState, AttentionSlots, RecurrentSlots):
+    _register_namedtuple(kind, serialized_type_name=f"headmax.{kind.__name__}")

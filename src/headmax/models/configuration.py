@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import math
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from headmax.fields import Positive, Range, check_settings, suggest
-from headmax.layers import MIXERS, HeadGateConfig
+from headmax.layers import LORA_TARGETS, MIXERS, AttentionConfig, HeadGateConfig
 from headmax.layers.feature_map import FeatureMap
 from headmax.layers.mixers import MixerConfig
 from headmax.layers.mixers.config import ConvSize, Width
@@ -165,6 +166,16 @@ class HeadmaxConfig(PreTrainedConfig):
         given = self.given_to_mixers()
         return [MIXERS[entry].of_model(given, alone) if isinstance(entry, str) else entry for entry in entries]
 
+    @property
+    def layer_types(self) -> list[str]:
+        """Of each layer, as transformers names them."""
+        return [mixer.layer_type for mixer in self.mixers]
+
+    @property
+    def sliding_window(self) -> int | None:
+        """The widest window of its attention layers, if any has one."""
+        return max((mixer.window for mixer in self.mixers if isinstance(mixer, AttentionConfig) and mixer.window), default=None)
+
     def init_factor(self, given: float | str) -> float:
         """What `output_init` or `down_init` come to in this model."""
         return (2 * self.num_hidden_layers) ** -0.5 if isinstance(given, str) else given
@@ -180,6 +191,8 @@ class HeadmaxConfig(PreTrainedConfig):
         return mixer.build(self.hidden_size, self.num_heads, norm_eps=self.norm_eps, head_gate=gate, backend=self.backend)
 
     def to_dict(self) -> dict[str, Any]:
+        """PEFT asks for it before it looks for the targets of a LoRA that names none."""
+        tell_peft()
         output = super().to_dict() | {"auto_map": AUTO_MAP}
         if isinstance(self.head_gate, HeadGateConfig):
             output["head_gate"] = dataclasses.asdict(self.head_gate)
@@ -195,6 +208,12 @@ class HeadmaxConfig(PreTrainedConfig):
             Path(save_directory).mkdir(parents=True, exist_ok=True)
             write_stub(Path(save_directory))
         super().save_pretrained(save_directory, push_to_hub, **kwargs)
+
+
+def tell_peft() -> None:
+    """Puts this kind of model in PEFT's table of LoRA targets, if PEFT is there."""
+    if (constants := sys.modules.get("peft.utils.constants")) is not None:
+        constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.setdefault("headmax", list(LORA_TARGETS))
 
 
 def parse_mixer(entry: object) -> str | MixerConfig:

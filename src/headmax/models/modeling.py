@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
@@ -26,7 +26,7 @@ from headmax.layers.mixers.attention import attention_mask as make_attention_mas
 from headmax.layers.norm import RMSNorm
 from headmax.layers.padding import Padding
 from headmax.layers.rotary import Rotary, RotarySettings
-from headmax.models.cache import HeadmaxCache
+from headmax.models.cache import HeadmaxCache, adopt
 from headmax.models.configuration import HeadmaxConfig
 from headmax.models.decoding import Decoder
 from headmax.ops.checks import check_packing
@@ -66,7 +66,8 @@ class HeadmaxPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["Block"]
     _supports_sdpa = True
-    _is_stateful = True  # a recurrent state cannot be rolled back, so Hugging Face refuses assisted decoding by this model's name
+    _is_stateful = True
+    """Whether a state cannot be rolled back, so that transformers refuses assisted decoding; false where all layers are attention."""
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -85,6 +86,15 @@ class HeadmaxPreTrainedModel(PreTrainedModel):
 def misspelt(name: str) -> str | None:
     """The argument of our own that a name is all but equal to."""
     return next(iter(difflib.get_close_matches(name, ("return_gates", "cu_seqlens", "skip_logits"), n=1, cutoff=0.9)), None)
+
+
+def check_arguments(others: Mapping[str, Any]) -> None:
+    """Arguments that a model knows nothing of: as Hugging Face models do, it takes what others pass around."""
+    for name, value in others.items():
+        if (meant := misspelt(name)) is not None:
+            raise ValueError(f"unknown argument {name!r}; did you mean {meant!r}?")
+        if name in UNSUPPORTED and value is not None and value is not False:
+            raise ValueError(f"{name} is not supported: {UNSUPPORTED[name]}")
 
 
 @torch.compiler.disable(reason="attention_mask is read on the host to find padding: leave it out where there is none")
@@ -118,6 +128,8 @@ def check_token_shapes(batch: int, time: int, past: int, position_ids: Tensor | 
     """What has a number for each token of x [batch, time], after `past` tokens in the cache."""
     if position_ids is not None and tuple(position_ids.shape) not in ((1, time), (batch, time)):
         raise ValueError(f"position_ids must be [batch or 1, time] = {[batch, time]}, got {list(position_ids.shape)}")
+    if attention_mask is not None and attention_mask.ndim == 4:
+        raise ValueError("attention_mask must be [batch, time]: a 4-D mask hides pairs of tokens, and recurrent layers have no pairs")
     if attention_mask is not None and tuple(attention_mask.shape) not in ((batch, time), (batch, past + time)):
         raise ValueError(f"attention_mask must be [batch, seen + time] = {[batch, past + time]}, got {list(attention_mask.shape)}")
 
@@ -192,6 +204,9 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
         Without attention layers packed sequences may keep their states (`use_cache=True`), one per sequence, and continue from such states:
         packed again, or as the rows of a batch.
         """
+        check_arguments(kwargs)
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
         inputs = self.read_inputs(
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, cu_seqlens, return_gates
         )
@@ -246,7 +261,8 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
         # embeddings are looked up in float32; the residual stream is what autocast computes in
         x = x.to(autocast_dtype(x.device) or x.dtype)
         batch, time, _ = x.shape
-        self._check_cache(cache)
+        if cache is not None:
+            adopt(cache, len(self.layers))
         past = 0 if cache is None else cache.get_seq_length()
         check_token_shapes(batch, time, past, position_ids, attention_mask)
         padding = None if attention_mask is None else find_padding(attention_mask[:, -time:])
@@ -280,12 +296,6 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
     def fusion(self, x: Tensor) -> tuple[Fusion, ...]:
         """What runs fused of each block."""
         return tuple(cast(Block, block).fusion(x) for block in self.layers)
-
-    def _check_cache(self, cache: HeadmaxCache | None) -> None:
-        if cache is not None and not isinstance(cache, HeadmaxCache):
-            raise ValueError(f"past_key_values must be a HeadmaxCache, got {type(cache).__name__}")
-        if cache is not None and len(cache.layers) != len(self.layers):
-            raise ValueError(f"past_key_values has {len(cache.layers)} layers, the model {len(self.layers)}")
 
     def _angles(
         self, x: Tensor, cache: HeadmaxCache | None, position_ids: Tensor | None, packing: Packing | None, padding: Padding | None
@@ -348,6 +358,7 @@ class HeadmaxForCausalLM(HeadmaxPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = HeadmaxModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self._is_stateful = not all(self.model.uses_attention)
         self.post_init()
 
     @classmethod
@@ -360,6 +371,13 @@ class HeadmaxForCausalLM(HeadmaxPreTrainedModel, GenerationMixin):
             raise ValueError(f"cache_implementation {generation_config.cache_implementation!r}: this model has a HeadmaxCache only")
         if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
             model_kwargs["past_key_values"] = HeadmaxCache(self.config.num_hidden_layers)
+
+    def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
+        """What `generate_batch` begins with."""
+        raise ValueError(
+            "generate_batch keeps pages of keys and values, which a HeadmaxCache does not have: call generate on a padded batch, "
+            "or run headmax serve"
+        )
 
     @can_return_tuple
     def forward(
@@ -382,11 +400,7 @@ class HeadmaxForCausalLM(HeadmaxPreTrainedModel, GenerationMixin):
 
         With labels in training mode (or `skip_logits=True`) the loss is computed piece by piece, and `.logits` is None.
         """
-        for name, value in kwargs.items():  # as Hugging Face models do, it takes what others pass around
-            if (meant := misspelt(name)) is not None:
-                raise ValueError(f"unknown argument {name!r}; did you mean {meant!r}?")
-            if name in UNSUPPORTED and value is not None and value is not False:
-                raise ValueError(f"{name} is not supported: {UNSUPPORTED[name]}")
+        check_arguments(kwargs)
         if cu_seqlens is None:
             cu_seqlens = kwargs.pop("cu_seq_lens_q", None)
         if "seq_idx" in kwargs and position_ids is None and cu_seqlens is None:
@@ -397,7 +411,9 @@ class HeadmaxForCausalLM(HeadmaxPreTrainedModel, GenerationMixin):
             cu_seqlens = find_packing(tokens, padding, position_ids, cu_seqlens)
             if cu_seqlens is not None:  # the last token of a sequence does not predict the first of the next
                 labels = labels.masked_fill(cu_seqlens.positions == 0, -100)
-        unusual = return_gates or bool(output_hidden_states) or cu_seqlens is not None
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        unusual = return_gates or output_hidden_states or cu_seqlens is not None
         output = self._replay(input_ids, attention_mask, position_ids, past_key_values, use_cache, unusual)
         if output is None:
             output = self.model(
@@ -444,9 +460,11 @@ class HeadmaxForCausalLM(HeadmaxPreTrainedModel, GenerationMixin):
         unusual: bool,
     ) -> HeadmaxModelOutput | None:
         """One more token of each sequence as a CUDA graph, where that can be."""
+        if cache is not None:
+            adopt(cache, len(self.model.layers))
         if cache is None or input_ids is None or input_ids.shape[1] != 1 or torch.is_grad_enabled():
             return None
-        if use_cache is False or not isinstance(cache, HeadmaxCache) or cache.get_seq_length() == 0:
+        if use_cache is False or cache.get_seq_length() == 0:
             return None
         if not self.model.decoder.graphs_on(input_ids.device):
             return None

@@ -9,12 +9,14 @@ from headmax import durable
 NAME = "headmax_model"
 TEXT = '''"""For trust_remote_code=True: the model's classes are those of the installed package (pip install headmax)."""
 
-from headmax import HeadmaxConfig, HeadmaxForCausalLM, HeadmaxModel
+from headmax import HeadmaxConfig, HeadmaxForCausalLM, HeadmaxForSequenceClassification, HeadmaxForTokenClassification, HeadmaxModel
 '''
 AUTO_MAP = {
     "AutoConfig": f"{NAME}.HeadmaxConfig",
     "AutoModel": f"{NAME}.HeadmaxModel",
     "AutoModelForCausalLM": f"{NAME}.HeadmaxForCausalLM",
+    "AutoModelForSequenceClassification": f"{NAME}.HeadmaxForSequenceClassification",
+    "AutoModelForTokenClassification": f"{NAME}.HeadmaxForTokenClassification",
 }
 """The entry of config.json."""
 

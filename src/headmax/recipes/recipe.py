@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from headmax.data.chat import Chats
 from headmax.data.dataset import TokenShards
+from headmax.data.mixture import Mixture
 from headmax.data.mqar import MQAR
 from headmax.data.shards import Index
 from headmax.data.source import Source
 from headmax.models import HeadmaxConfig
+from headmax.models.softmaxify import softmaxify
 from headmax.train import TrainConfig
+from headmax.train.loading import load_model
 
 logger = logging.getLogger("headmax")
 
@@ -46,6 +55,33 @@ class Recipe:
             return self
         tokens = {"bos_token_id": token, "eos_token_id": token}
         return replace(self, model=HeadmaxConfig.from_dict(self.model.to_dict() | tokens))
+
+    def after(self, checkpoint: Path) -> tuple[Recipe, dict[str, Tensor]]:
+        """The recipe for a model that is trained already, and its weights. If the recipe has head gates and the model none, it gets some
+        that start as 1."""
+        model = load_model(checkpoint, dtype=torch.float32)
+        ours, theirs = (sorted({mixer.name for mixer in config.mixers}) for config in (self.model, model.config))
+        if ours != theirs:
+            raise ValueError(f"--from: {checkpoint} has layers of {', '.join(theirs)}, recipe {self.name} of {', '.join(ours)}")
+        if self.model.head_gate is not None and model.config.head_gate is None:
+            softmaxify(model)
+        how = {"backend": self.model.backend, "fused": self.model.fused}
+        return replace(self, model=HeadmaxConfig.from_dict(model.config.to_dict() | how)), dict(model.state_dict())
+
+    def mixture(self, data: Path, shares: Mapping[Path, float]) -> tuple[Source, Source | None]:
+        """What to train on and what to validate on where other folders have shares of the samples; `data` has the rest."""
+        source, validation = self.sources(data)
+        if not isinstance(source, TokenShards):
+            raise ValueError(f"--mix: {data} is no folder that `headmax data prepare` wrote")
+        for folder in shares:
+            if (Index.read(folder).tokenizer_sha256, Index.read(folder).document_token) != (source.tokenizer_sha256, source.document_token):
+                raise ValueError(f"--mix: {folder} was prepared with another tokenizer or document token than {data}")
+        others = [self.sources(folder)[0] for folder in shares]
+        return Mixture([source, *others], [1 - sum(shares.values()), *shares.values()], self.train.seed), validation
+
+    def chats(self, file: Path, tokenizer: Any) -> Source:
+        """Conversations to train on, one in each line of a JSON Lines file."""
+        return Chats(file, tokenizer, length=self.train.sequence_length, seed=self.train.seed)
 
     def sources(self, data: Path | None) -> tuple[Source, Source | None]:
         """What to train on and what to validate on: the task, or a folder that `headmax data prepare` wrote."""

@@ -21,6 +21,7 @@ from headmax.train import checkpoint
 logger = logging.getLogger("headmax")
 
 CONFIG, GENERATION, CHECKPOINTS = "config.json", "generation_config.json", "checkpoints"
+CHAT_TEMPLATE = "chat_template.jinja"
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*")
 HUB_FILES = [CONFIG, GENERATION, "*.safetensors", "*.safetensors.index.json", *TOKENIZER]
 """All that is fetched from the hub: no code and no pickles."""
@@ -161,4 +162,6 @@ def run_tokenizer(file: Path, config: HeadmaxConfig) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer.from_file(str(file))
     ids = {"bos_token": config.bos_token_id, "eos_token": config.eos_token_id, "pad_token": config.pad_token_id}
     named = {name: tokenizer.id_to_token(number) for name, number in ids.items() if in_vocabulary(number, config)}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named)
+    template = file.with_name(CHAT_TEMPLATE)
+    chat = {"chat_template": durable.read_text(template)} if template.is_file() else {}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named, **chat)

@@ -27,7 +27,7 @@ from headmax.train.evaluate import balance, evaluate
 from headmax.train.faults import Interrupted, NoMemory, StopSignals, TrainingError, check_device, diagnose
 from headmax.train.feed import Feed, predicted, to
 from headmax.train.graph import Replayed, ReplayedUpdate
-from headmax.train.loading import CHECKPOINTS, CONFIG, is_run
+from headmax.train.loading import CHAT_TEMPLATE, CHECKPOINTS, CONFIG, is_run
 from headmax.train.metrics import Line, Log, matmul_rate, memory, summarize
 from headmax.train.optim import build_optimizer, clip, learning_rate, step_unless
 from headmax.train.parallel import Replica, World, graphed, join
@@ -61,12 +61,14 @@ def training(
         raise ValueError(f"model.vocab_size is {model.vocab_size}, but the data has {source.vocab_size} tokens: give at least as many")
     if config.gate_balance > 0 and model.head_gate is None:
         raise ValueError(f"gate_balance is {config.gate_balance}, but the model has no head gates")
-    words = None if tokenizer is None else durable.read_text(tokenizer / "tokenizer.json")
+    words = {} if tokenizer is None else {"tokenizer.json": durable.read_text(tokenizer / "tokenizer.json")}
+    if tokenizer is not None and (tokenizer / CHAT_TEMPLATE).is_file():
+        words[CHAT_TEMPLATE] = durable.read_text(tokenizer / CHAT_TEMPLATE)
     with join(config.device) as world, sole_run(out, world), own_randomness(world.device), one_process_is_meant():
         try:
             trainer = Trainer(model, config, source, validation, out, world, start or {}, show or (lambda line: None))
-            if words is not None and world.main:
-                durable.write(out / "tokenizer.json", words)
+            for name, text in words.items() if world.main else ():
+                durable.write(out / name, text)
             try:
                 yield trainer
             finally:

@@ -119,6 +119,10 @@ class AttentionConfig(MixerConfig):
         """In a hybrid the model's head_k_dim is that of the recurrent layers."""
         return super().of_model({name: x for name, x in settings.items() if alone or name != "head_k_dim"}, alone)
 
+    @property
+    def layer_type(self) -> str:
+        return "full_attention" if self.window is None else "sliding_attention"
+
     def build(self, hidden_size: int, num_heads: int, norm_eps: float = 1e-6, backend: str = "auto", **_: Any) -> Attention:
         return Attention(hidden_size, self.num_heads or num_heads, self, norm_eps, backend)
 

@@ -68,6 +68,11 @@ class MixerConfig:
         """From those settings of a model that it has; `alone` if all layers are of this kind."""
         return cls(**{name: settings[name] for name in cls.types() if name in settings})
 
+    @property
+    def layer_type(self) -> str:
+        """What transformers calls such a layer."""
+        return "linear_attention"
+
     def to_dict(self) -> dict[str, Any]:
         """For JSON: the name, and what is not the default."""
         given = {x.name: getattr(self, x.name) for x in dataclasses.fields(self) if getattr(self, x.name) != x.default}
