@@ -4,6 +4,8 @@ from headmax import recipes
 from headmax.layers import HeadGateConfig
 from headmax.layers.mixers.outside import import_outside_mixers
 from headmax.models import HeadmaxCache, HeadmaxConfig, HeadmaxForCausalLM, HeadmaxModel
+from headmax.models.accelerate import accelerate
+from headmax.models.gates import load_gates, save_gates
 from headmax.models.softmaxify import softmaxify
 from headmax.ops import Packing
 
@@ -11,4 +13,16 @@ import_outside_mixers()
 
 __version__ = "0.1.0"
 
-__all__ = ["HeadGateConfig", "HeadmaxCache", "HeadmaxConfig", "HeadmaxForCausalLM", "HeadmaxModel", "Packing", "recipes", "softmaxify"]
+__all__ = [
+    "HeadGateConfig",
+    "HeadmaxCache",
+    "HeadmaxConfig",
+    "HeadmaxForCausalLM",
+    "HeadmaxModel",
+    "Packing",
+    "accelerate",
+    "load_gates",
+    "recipes",
+    "save_gates",
+    "softmaxify",
+]
