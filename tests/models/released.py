@@ -18,7 +18,7 @@ LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_h
 KIMI = {"linear_head_dim": 12, "linear_num_heads": 3, "mlp_layer_types": ["dense", "sparse", "dense"], "moe_intermediate_size": 16}
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 12, "mamba_expand": 2, "mamba_chunk_size": 16}
 FEW = {"num_local_experts": 4, "num_experts_per_tok": 2}
-MODELS: dict[str, dict[str, Any]] = {
+ALL: dict[str, dict[str, Any]] = {
     "qwen3_next": ATTENTION | GROUPED | EXPERTS | KINDS | {"head_dim": 16},
     "qwen3_5_text": ATTENTION | GROUPED | KINDS | {"head_dim": 32},
     "qwen3_5_moe_text": ATTENTION | GROUPED | EXPERTS | KINDS | {"head_dim": 32},
@@ -59,6 +59,8 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"mamba_d_state": 12, "chunk_size": 16, "num_key_value_heads": 4, "adapter_rank": 8},
     "minimax": ATTENTION | KINDS | FEW | {"block_size": 16, "head_dim": 12},
 }
+MODELS = {kind: settings for kind, settings in ALL.items() if kind in transformers.CONFIG_MAPPING}
+"""Those that this transformers has."""
 CLASSES = {"mamba2": "Mamba2ForCausalLM", "qwen4_exp_text": "Qwen4ExpForCausalLM", "glm5_next_text": "Glm5NextTextModel"}
 """Those that the Auto classes do not give: flash-linear-attention, once imported, takes the name mamba2."""
 
