@@ -27,6 +27,11 @@ LAB = Program(
                 "Time training steps beside flash-linear-attention in all its ways, first steps, and kernels by kind.",
             ),
             Command("bench drift", "lab.cli.bench:drift", "Measure how far logits move when states are kept in bfloat16."),
+            Command(
+                "bench released",
+                "lab.cli.bench:released",
+                "Time a layer stack in the shape of Qwen3.5 on headmax's ops and as transformers runs it.",
+            ),
             Command("bench fit", "lab.cli.bench:fit", "Compile the kernels for a GPU that is not at hand; exit code 1 if they do not fit."),
         ),
     },

@@ -42,7 +42,8 @@ ALL: dict[str, dict[str, Any]] = {
     | KINDS
     | {"n_routed_experts": 4, "num_experts_per_tok": 2, "q_lora_rank": 16, "qk_rope_head_dim": 0}
     | {"index_head_dim": 8, "index_n_heads": 2, "index_topk": 64, "index_kpool": 1},
-    "mamba2": {"num_hidden_layers": 2, "num_heads": 4, "head_dim": 16, "state_size": 12, "n_groups": 2, "chunk_size": 16},
+    "mamba2": {"num_hidden_layers": 2, "num_heads": 4, "head_dim": 16, "state_size": 12, "n_groups": 2, "chunk_size": 16}
+    | {"time_step_limit": (0.05, 0.08)},
     "nemotron_h": ATTENTION
     | {"layers_block_type": ["mamba", "attention", "mlp", "mamba"], "ssm_state_size": 12, "mamba_num_heads": 4, "mamba_head_dim": 16}
     | {"n_groups": 2, "chunk_size": 16, "head_dim": 8},
