@@ -64,7 +64,8 @@ def stack(plan: Plan) -> nn.Module:
         max_position_embeddings=plan.prefill,
     )
     torch.manual_seed(0)
-    return Qwen3_5TextModel(config).to(plan.device, plan.dtype)
+    model: nn.Module = Qwen3_5TextModel(config)
+    return model.to(plan.device, plan.dtype)
 
 
 class Step:
