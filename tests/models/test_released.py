@@ -203,3 +203,41 @@ def test_a_packed_row_does_not_go_on_from_a_cache() -> None:
         cache = cache_of(model(ids, use_cache=True))
         with pytest.raises(ValueError, match="cu_seq_lens_q packs whole sequences, but past_key_values holds the start of one"):
             model(ids, use_cache=True, **cache, **packed([5, 7]))
+
+
+@torch.no_grad()
+def test_packed_rows_that_are_none_are_refused() -> None:
+    model = accelerate(build("bamba"))
+    with pytest.raises(ValueError, match="accelerate: cu_seqlens packs sequences into batch 1, got batch 2"):
+        model(tokens(2, 12), **packed([5, 7]))
+    with pytest.raises(ValueError, match="accelerate: cu_seqlens must end at time = 13, got 12"):
+        model(tokens(1, 13), seq_idx=None, cu_seq_lens_q=torch.tensor([0, 5, 12]))
+
+
+def test_checkpointed_layers_have_the_same_gradients() -> None:
+    for kind in ("qwen3_5_text", "minimax"):
+        model, ids, found = accelerate(build(kind)).train(), tokens(2, 20), []
+        for _ in range(2):
+            logits(model, ids).square().mean().backward()
+            found.append([x.grad.clone() for x in model.parameters() if x.grad is not None])
+            model.zero_grad()
+            model.gradient_checkpointing_enable()
+        assert all(torch.allclose(a, b, atol=1e-7) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", MODELS)
+def test_kernels_give_what_pytorch_gives(kind: str) -> None:
+    """Logits, cached steps, packed sequences and gradients on a GPU beside those of a CPU."""
+    found = []
+    for device in ("cpu", "cuda"):
+        model, ids = accelerate(build(kind, **LINEAR.get(kind, {}))).to(device), tokens(1).to(device)
+        inner = model.backbone if kind == "mamba2" else model
+        marks = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in packed([30, 1, LENGTH - 31]).items()}
+        logits(model, ids).square().mean().backward()
+        gradients = {name: x.grad.cpu() for name, x in model.named_parameters() if x.grad is not None}
+        with torch.no_grad():
+            found.append([x.cpu() for x in (logits(model, ids), logits(model, ids, (40, 41, 50)), logits(inner, ids, **marks))])
+        found[-1].append(torch.cat([x.flatten() for _, x in sorted(gradients.items())]))
+    for ours, expected in zip(*found, strict=True):
+        assert (ours - expected).abs().max() <= 1e-4 * max(1.0, expected.abs().max().item())

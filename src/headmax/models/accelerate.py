@@ -72,6 +72,7 @@ LAYERS = {
         _olmo_hybrid,
         ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj", "allow_neg_eigval", "o_norm", "o_proj"),
         "o_proj",
+        "o_norm",
     ),
     "KimiLinearDeltaAttention": _KIMI,
     "Glm5NextTextLinearAttention": _KIMI,

@@ -16,7 +16,7 @@ from transformers.integrations.accelerate import force_accelerate_hooks
 from headmax.layers import HeadGate, HeadGateConfig
 from headmax.layers.short_conv import short_convolution
 from headmax.ops import gated_delta_rule, kda, linear_attention, step
-from headmax.ops.checks import compute_dtype
+from headmax.ops.checks import check_packing, compute_dtype
 from headmax.ops.packing import Packing
 from headmax.ops.sequential import gated
 from headmax.ops.step import MOST_TOKENS, Op
@@ -32,14 +32,18 @@ def masked(x: Tensor, mask: Tensor | None) -> Tensor:
 
 def packing_of(x: Tensor, cu_seq_lens_q: Tensor | None = None, seq_idx: Tensor | None = None, **others: Any) -> Packing | None:
     """The sequences in the row x [1,T,D], by either of the names that transformers has for them."""
-    if cu_seq_lens_q is None and seq_idx is not None:
-        known = _bounds.get(seq_idx)
-        if known is None or known[0] != seq_idx._version:
-            starts = (seq_idx.flatten().diff() != 0).nonzero().flatten() + 1
-            known = seq_idx._version, torch.cat([starts.new_zeros(1), starts, starts.new_tensor([seq_idx.numel()])])
-            _bounds[seq_idx] = known
-        cu_seq_lens_q = known[1]
-    return None if cu_seq_lens_q is None else Packing.of(cu_seq_lens_q, x.device)
+    bounds = boundaries(seq_idx) if cu_seq_lens_q is None and seq_idx is not None else cu_seq_lens_q
+    return check_packing("accelerate", bounds, x.shape[0], x.shape[1], x.device)
+
+
+def boundaries(seq_idx: Tensor) -> Tensor:
+    """Where the number of the sequence changes, in seq_idx [1,T]: kept, since every layer asks."""
+    version = None if seq_idx.is_inference() else seq_idx._version
+    known = _bounds.get(seq_idx)
+    if known is None or version is None or known[0] != version:
+        starts = (seq_idx.flatten().diff() != 0).nonzero().flatten() + 1
+        known = _bounds[seq_idx] = version, torch.cat([starts.new_zeros(1), starts, starts.new_tensor([seq_idx.numel()])])
+    return known[1]
 
 
 def causal_convolution(x: Tensor, conv: nn.Conv1d, activation: str, packing: Packing | None) -> Tensor:
@@ -64,7 +68,7 @@ def causal_convolution(x: Tensor, conv: nn.Conv1d, activation: str, packing: Pac
 class Memory:
     """A layer's part of transformers' cache. `transposed`: the cache has states [B,H,V,K], ours are [B,H,K,V]."""
 
-    def __init__(self, cache: Any, layer_idx: int, packing: Packing | None, transposed: bool = False) -> None:
+    def __init__(self, cache: Any, layer_idx: int, packing: Packing | None, transposed: bool) -> None:
         self.cache, self.layer_idx, self.packing, self.transposed = cache, layer_idx, packing, transposed
         self.state: Tensor | None = None
         if cache is not None and cache.layers[layer_idx].has_previous_state[0]:
@@ -115,7 +119,9 @@ class Layer:
     reads: tuple[str, ...]
     """Attributes of the layer that `project` and the output read, besides those of the forward."""
     out: str
-    """The attribute that is its last projection."""
+    """The attribute that is its last projection,"""
+    norm: str = "norm"
+    """and the norm before that."""
 
 
 class Forward:
@@ -158,6 +164,9 @@ class Forward:
 class Convolved(Forward):
     """A layer with a short convolution over q, k and v."""
 
+    transposed: ClassVar[bool] = False
+    """Whether the cache has states as [B,H,V,K]."""
+
     @property
     def conv1d(self) -> nn.Conv1d:
         """Where accelerate's hooks are looked for."""
@@ -166,7 +175,7 @@ class Convolved(Forward):
     @force_accelerate_hooks("conv1d")
     def __call__(self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
         x = masked(hidden_states, attention_mask)
-        memory = Memory(cache_params, self.layer.layer_idx, packing_of(x, **kwargs), transposed=isinstance(self, Mamba2))
+        memory = Memory(cache_params, self.layer.layer_idx, packing_of(x, **kwargs), self.transposed)
         mixed, *side = self.about.project(self.layer, x)
         mixed = memory.convolve(mixed, self.conv1d, self.layer.activation)
         return self.mix(x, mixed, side, memory, attention_mask)
@@ -192,8 +201,7 @@ class GatedDelta(Convolved):
         log_decay = -layer.A_log.to(dtype).exp() * F.softplus(a.to(dtype) + layer.dt_bias)
         beta = b.sigmoid().to(dtype) * (2 if getattr(layer, "allow_neg_eigval", False) else 1)
         o = memory.recur(gated_delta_rule, q, k, v, log_decay, beta, normalize_qk=True, read_gate=on_query, write_gate=write)
-        norm = getattr(layer, "norm" if hasattr(layer, "norm") else "o_norm")
-        o = norm(o.flatten(0, 2), z.flatten(0, 2)).view_as(z)
+        o = getattr(layer, self.about.norm)(o.flatten(0, 2), z.flatten(0, 2)).view_as(z)
         return getattr(layer, self.about.out)(gated(o, after_norm).flatten(2))
 
 
@@ -221,6 +229,7 @@ class Mamba2(Convolved):
     reads = ("layer_idx", "activation", "conv1d", "num_heads", "n_groups", "ssm_state_size", "intermediate_size", "conv_dim",
              "time_step_limit", "A_log", "dt_bias", "D", "in_proj", "norm", "out_proj")  # fmt: skip
     heads, key_width = "num_heads", "ssm_state_size"
+    transposed = True
 
     def mix(self, x: Tensor, mixed: Tensor, side: list[Tensor], memory: Memory, mask: Tensor | None) -> Tensor:
         layer, dtype = self.layer, compute_dtype(x.dtype)
