@@ -12,10 +12,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from headmax import HeadGateConfig, HeadmaxConfig, HeadmaxForCausalLM, accelerate, load_gates, save_gates, softmaxify
 from headmax.models.softmaxify import gates_of
-from tests.models.released import MODELS, VOCAB, build
+from tests.models.released import COMMON, MODELS, VOCAB, build
 from tests.models.test_released import logits, tokens
 
 ROOT = Path(__file__).parents[2]
@@ -144,6 +145,23 @@ def test_a_saved_model_comes_back_with_its_gates(kind: str, tmp_path: Path) -> N
     assert not gates_of(again)
     assert torch.equal(logits(load_gates(again, tmp_path), tokens()), logits(model, tokens()))
     assert again.config.head_gate == model.config.head_gate
+
+
+@torch.no_grad()
+def test_gates_of_a_model_with_eyes(tmp_path: Path) -> None:
+    """As Qwen3.5 is released: the language model is a part of it, and so is its configuration."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25}
+    eyes = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 32, "num_position_embeddings": 16}
+    marks = {"image_token_id": 80, "video_token_id": 81, "vision_start_token_id": 82, "vision_end_token_id": 83}
+    config = Qwen3_5Config(text_config=COMMON | MODELS["qwen3_5_text"] | {"rope_parameters": rope}, vision_config=eyes, **marks)
+    model, ids = softmaxify(Qwen3_5ForConditionalGeneration(config).eval()), tokens() % 70 + 3
+    for gate in gates_of(model).values():
+        gate.read_weight.normal_()
+    model.save_pretrained(tmp_path / "model")
+    save_gates(model, tmp_path / "gates")
+    for folder in ("model", "gates"):
+        again = Qwen3_5ForConditionalGeneration.from_pretrained(tmp_path / "model").eval()
+        assert torch.equal(load_gates(again, tmp_path / folder)(ids).logits, model(ids).logits)
 
 
 @torch.no_grad()
