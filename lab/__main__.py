@@ -43,6 +43,11 @@ LAB = Program(
                 "Time the server's scheduler beside the static engine, first tokens after a prefix hit, and decoding while others read.",
             ),
             Command("bench drift", "lab.cli.bench:drift", "Measure how far logits move when states are kept in bfloat16."),
+            Command(
+                "bench released",
+                "lab.cli.bench:released",
+                "Time a layer stack in the shape of Qwen3.5 on headmax's ops and as transformers runs it.",
+            ),
             Command("bench fit", "lab.cli.bench:fit", "Compile the kernels for a GPU that is not at hand; exit code 1 if they do not fit."),
         ),
     },

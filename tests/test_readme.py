@@ -9,6 +9,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from headmax.cli.run import load, parse
 from headmax_cli.commands import HEADMAX
@@ -16,6 +17,7 @@ from headmax_cli.main import find
 from lab.__main__ import LAB
 from lab.cli.pages import PAGES
 from lab.pages import readme
+from tests.models.released import build
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text()
@@ -120,4 +122,6 @@ def test_the_code_of_the_guides_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     assert {"adapted", "packing", "log_decay"} <= set(run_guide("ecosystem.md"))
     assert [len(answer.tokens) for answer in run_guide("generation.md")["answers"]] == [5, 5, 5]
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: build("qwen3_5_text"))
+    assert {"logits", "merged"} <= set(run_guide("released-models.md"))
     assert run_guide("choosing-gates.md")["after_norm"].read_position == "after_norm"

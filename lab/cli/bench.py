@@ -6,7 +6,7 @@ import sys
 from typing import Annotated, Literal
 
 from headmax.cli.bench import say, sizes
-from headmax.cli.options import Device, File, Numbers, Recipe, Seconds, Words, at_least, find_device, metavar, one_of
+from headmax.cli.options import Count, Device, File, Numbers, OutFolder, Recipe, Seconds, Words, at_least, find_device, metavar, one_of
 
 DTYPES = ("bfloat16", "float32")
 PARTS = ("static", "scheduler", "deterministic", "http", "hit", "prefill")
@@ -71,6 +71,45 @@ def drift(
         say(record.line(width=58))
         if out is not None:
             records.append(out, [record])
+
+
+def released(
+    out: OutFolder,
+    /,
+    layers: int = 8,
+    train: Words = ("8192x4",),
+    prefill: Count = 32_768,
+    rounds: int = 10,
+    peers: Words = ("headmax", "headmax-softmax", "transformers-fla", "transformers"),
+    limit: Seconds = 600.0,
+    device: Device = "auto",
+    tiny: bool = False,
+) -> None:
+    """Time a layer stack in the shape of Qwen3.5 on headmax's ops and as transformers runs it.
+
+    Args:
+        out: folder for released.jsonl, to which records are appended.
+        layers: layers of the stack, a multiple of 4: three of linear attention, one of attention.
+        train: sequence length x batch size of a training step.
+        prefill: tokens of the sequence that is prefilled.
+        rounds: timed runs of each.
+        peers: which of headmax, headmax-softmax, transformers-fla and transformers.
+        limit: time limit of each peer's process.
+        device: where to run; auto takes a GPU if there is one.
+        tiny: narrow layers, to try the command.
+    """
+    from headmax import records
+    from lab.bench.released import PEERS, Plan, bench
+
+    at_least(1, rounds=rounds, limit=limit, layers=layers, prefill=prefill)
+    one_of("peers", peers, PEERS)
+    shapes = sizes(train)
+    if layers % 4 or len(shapes) != 1:
+        raise ValueError("--layers must be a multiple of 4" if layers % 4 else f"--train takes one shape, got {len(shapes)}")
+    records.check(out / "released.jsonl")
+    for record in bench(Plan(layers, shapes[0], prefill, rounds, find_device(device), tiny), peers, limit, say):
+        say(record.line(width=40))
+        records.append(out / "released.jsonl", [record])
 
 
 def fit(

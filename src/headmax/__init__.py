@@ -11,6 +11,8 @@ from headmax.models import (
     HeadmaxForTokenClassification,
     HeadmaxModel,
 )
+from headmax.models.accelerate import accelerate
+from headmax.models.gates import load_gates, save_gates
 from headmax.models.softmaxify import softmaxify
 from headmax.ops import Packing
 
@@ -27,6 +29,9 @@ __all__ = [
     "HeadmaxForTokenClassification",
     "HeadmaxModel",
     "Packing",
+    "accelerate",
+    "load_gates",
     "recipes",
+    "save_gates",
     "softmaxify",
 ]

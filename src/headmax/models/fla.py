@@ -25,7 +25,7 @@ def is_fla(module: nn.Module) -> bool:
 class FLAMixer(nn.Module):
     """Takes the place of an FLA layer in FLA's model: our mixer on its very parameters, called and answering as FLA's layer does."""
 
-    def __init__(self, theirs: Any, config: Any, head_gate: HeadGateConfig | None = None) -> None:
+    def __init__(self, theirs: Any, config: Any) -> None:
         super().__init__()
         ours = config_from_fla(config.to_dict())
         with torch.device("meta"):
@@ -40,9 +40,10 @@ class FLAMixer(nn.Module):
             setattr(mixer.get_submodule(owner), last, parameter)
         if missing := [path for path, parameter in mixer.named_parameters() if parameter.is_meta]:
             raise ValueError(f"softmaxify: {type(theirs).__name__} has nothing for {', '.join(missing)}")
-        if head_gate is not None:
-            mixer.add_head_gate(head_gate)
         self.mixer, self.layer_idx = mixer, theirs.layer_idx
+
+    def add_head_gate(self, gate: HeadGateConfig) -> None:
+        self.mixer.add_head_gate(gate)
 
     def forward(
         self,

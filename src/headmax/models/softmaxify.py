@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Literal
 
 from torch import nn
@@ -11,24 +12,46 @@ from transformers import PreTrainedModel
 from headmax.layers import HeadGateConfig
 from headmax.layers.head_gate import HeadGate
 from headmax.layers.mixers import RecurrentMixer
+from headmax.models.accelerate import LAYERS, forwards, install
 from headmax.models.configuration import HeadmaxConfig
 from headmax.models.fla import FLAMixer, is_fla
-from headmax.models.qwen import QwenGatedDeltaNet, is_qwen
+from headmax.models.forwards import Forward
 
 START = HeadGateConfig(scale="heads", init_std=0.0, read_position="after_norm")
 """Uniform gates times the number of heads: exactly what the model computed before."""
 
 
-def gates_of(model: nn.Module) -> list[HeadGate]:
-    return [module for module in model.modules() if isinstance(module, HeadGate)]
+def gates_of(model: nn.Module) -> dict[str, HeadGate]:
+    """The gates by their names."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, HeadGate)}
+
+
+def configs_of(model: nn.Module) -> dict[nn.Module, PreTrainedModel]:
+    """The innermost model that a module belongs to."""
+    return {module: owner for owner in model.modules() if isinstance(owner, PreTrainedModel) for module in owner.modules()}
+
+
+def gateable(model: nn.Module) -> Iterator[tuple[str, RecurrentMixer | Forward | FLAMixer]]:
+    """What takes gates, by name: headmax's mixers, and what would stand in for other libraries' layers, not in place yet."""
+    owners = configs_of(model)
+    for name, module in model.named_modules():
+        if isinstance(module, RecurrentMixer):
+            yield name, module
+        elif is_fla(module):
+            if module not in owners:
+                raise ValueError(
+                    f"softmaxify: {type(model).__name__} has no config, where the settings of flash-linear-attention's layers are"
+                )
+            yield name, FLAMixer(module, owners[module].config)
+    yield from forwards(model)
 
 
 def softmaxify(model: nn.Module, gate: HeadGateConfig = START, *, train: Literal["all", "gates"] = "all") -> nn.Module:
-    """Gives every recurrent layer of `model` head gates, in place, and returns it: headmax models, flash-linear-attention's, and
-    transformers' Qwen3-Next.
+    """Gives every recurrent layer of `model` head gates, in place, and returns it: headmax models, flash-linear-attention's, and those of
+    transformers that `accelerate` knows.
 
     With the default gates it computes what it did before. train="gates" freezes everything else. A headmax model is saved and loaded as
-    ever; into another, softmaxify it again before loading the weights, since its class knows of no gates.
+    ever; for another, whose class knows of no gates, `load_gates(from_pretrained(folder), folder)` brings them back.
     """
     if train not in ("all", "gates"):
         raise ValueError(f"softmaxify: train must be 'all' or 'gates', got {train!r}")
@@ -36,28 +59,23 @@ def softmaxify(model: nn.Module, gate: HeadGateConfig = START, *, train: Literal
         raise ValueError(f"softmaxify: gate must be a HeadGateConfig, got {gate!r}")
     if gates_of(model):
         raise ValueError(f"softmaxify: this {type(model).__name__} has gates already")
-    ours = [module for module in model.modules() if isinstance(module, RecurrentMixer)]
-    swaps = [
-        (parent, name, child) for parent in model.modules() for name, child in parent.named_children() if is_qwen(child) or is_fla(child)
-    ]
-    if not ours and not swaps:
+    takers = dict(gateable(model))
+    if not takers:
         raise ValueError(
-            f"softmaxify: {type(model).__name__} has no layer to put gates on; it knows headmax's recurrent mixers, transformers' "
-            "Qwen3-Next, and flash-linear-attention's RetNet, GLA and Gated DeltaNet"
+            f"softmaxify: {type(model).__name__} has no layer to put gates on; it knows headmax's recurrent mixers, "
+            f"flash-linear-attention's RetNet, GLA and Gated DeltaNet, and transformers' {', '.join(LAYERS)}"
         )
-    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    config_of = {module: owner.config for owner in models for module in owner.modules()}  # that of the innermost model
-    if any(is_fla(child) and child not in config_of for _, _, child in swaps):
-        raise ValueError(f"softmaxify: {type(model).__name__} has no config, where the settings of flash-linear-attention's layers are")
-    for mixer in ours:
-        mixer.add_head_gate(gate)
-    for parent, name, child in swaps:
-        setattr(parent, name, QwenGatedDeltaNet(child, gate) if is_qwen(child) else FLAMixer(child, config_of[child], gate))
-    for owner in models:
-        if gates_of(owner):
+    for name, taker in takers.items():
+        taker.add_head_gate(gate)
+        if isinstance(taker, Forward):
+            install(taker)
+        elif isinstance(taker, FLAMixer):
+            model.set_submodule(name, taker)
+    for owner in model.modules():
+        if isinstance(owner, PreTrainedModel) and gates_of(owner):
             owner.config.head_gate = gate if isinstance(owner.config, HeadmaxConfig) else dataclasses.asdict(gate)
     if train == "gates":
         model.requires_grad_(False)
-        for module in gates_of(model):
+        for module in gates_of(model).values():
             module.requires_grad_()
     return model

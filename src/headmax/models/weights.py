@@ -58,15 +58,19 @@ def read_shapes(folder: Path) -> dict[str, Shape]:
     return shapes
 
 
-def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Every tensor."""
+def read_weights(folder: Path, part: str = "") -> dict[str, Tensor]:
+    """Every tensor whose name has this part."""
     weights: dict[str, Tensor] = {}
     for file in files(folder):
-        with _opened(file) as opened:
-            weights |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        weights |= read_file(file, part)
     if others := [f"{name} is {x.dtype}" for name, x in weights.items() if not x.is_floating_point()]:
         raise ValueError(f"{folder}: weights must be of a floating dtype: {'; '.join(others[:SHOWN])}")
     return weights
+
+
+def read_file(file: Path, part: str = "") -> dict[str, Tensor]:
+    with _opened(file) as opened:
+        return {name: opened.get_tensor(name) for name in opened.keys() if part in name}  # noqa: SIM118
 
 
 def check_shapes(shapes: Mapping[str, Shape], config: HeadmaxConfig, left: Sequence[str] = ()) -> None:

@@ -12,7 +12,8 @@ def normalized(score: Tensor, temperature: float, scale: float, kind: str) -> Te
     """Scores [..., H] as gates."""
     if kind == "sigmoid":
         return (2 * scale / score.shape[-1]) * torch.sigmoid(temperature * score)
-    return scale * torch.softmax(temperature * score, dim=-1)
+    # divided by 1 / scale, so that scale H makes uniform gates exactly 1: in float32, 41 times 1 / 41 is not
+    return torch.softmax(temperature * score, dim=-1) / (1 / scale)
 
 
 def split_gates(scores: Tensor, number: int, temperature: float, scale: float, kind: str) -> list[Tensor]:
