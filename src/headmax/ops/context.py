@@ -108,6 +108,30 @@ def from_previous(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return FromPrevious.apply(x, group)
 
 
+class UpToHere(torch.autograd.Function):
+    """x [B,T,...] of all ranks up to this one, [B,(rank + 1) T,...]; pieces are of one length."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return gather(x, group)[: dist.get_rank(group) + 1].transpose(0, 1).flatten(1, 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_x: Tensor) -> tuple[Tensor, None]:
+        group, ranks = ctx.group, dist.get_rank(ctx.group) + 1
+        parts = d_x.unflatten(1, (ranks, -1)).transpose(0, 1)
+        rest = parts.new_zeros(group.size() - ranks, *parts.shape[1:])
+        own = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
+        dist.reduce_scatter_tensor(own.view(-1), torch.cat([parts, rest]).flatten(), group=group)
+        return own, None
+
+
+def up_to_here(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """x [B,T,...] of all ranks up to this one, [B,(rank + 1) T,...]; pieces are of one length."""
+    return UpToHere.apply(x, group)
+
+
 def begun(packing: Packing) -> Tensor:
     """Whether the first sequence has tokens on an earlier rank."""
     return packing.positions[0] > 0

@@ -61,6 +61,8 @@ class ParallelConfig:
 
     strategy: Strategy = "ddp"
     """ddp replicates the model; fsdp (FSDP2) shards parameters, gradients and optimizer states."""
+    context: int = 1
+    """Processes that share each sequence, a piece each; it divides their number and the sequence length."""
 
     def __post_init__(self) -> None:
         if self.strategy not in get_args(Strategy):
@@ -86,7 +88,7 @@ class EvalConfig:
     every: int = 500
     """Steps between measurements, the last step included; 0 for none."""
     sequences: int = 128
-    """Held-out sequences, the same for all seeds; rounded down to a multiple of the number of processes."""
+    """Held-out sequences, the same for all seeds; rounded down to an equal share for each process."""
     accuracy: bool = False
     """Also measure the share of labels predicted exactly. This holds all logits in memory and is meant for recall tasks."""
 
@@ -146,6 +148,10 @@ class TrainConfig:
             raise ValueError(f"optim.betas must be in [0, 1), got {self.optim.betas}")
         if self.batch_tokens % self.sequence_length:
             raise ValueError(f"batch_tokens {self.batch_tokens} must be a multiple of sequence_length {self.sequence_length}")
+        if self.sequence_length % self.parallel.context:
+            raise ValueError(f"sequence_length {self.sequence_length} must be a multiple of parallel.context {self.parallel.context}")
+        if self.parallel.context > 1 and self.gate_balance > 0:
+            raise ValueError("gate_balance does not go with parallel.context: no process sees the gates of a whole sequence")
         if self.compute.cuda_graph and self.against_graphs:
             raise ValueError(f"compute.cuda_graph does not go with {self.against_graphs}: leave one off")
         if not 0 <= self.schedule.warmup_tokens <= self.token_budget:
@@ -175,6 +181,7 @@ class TrainConfig:
 LARGEST = 10**18
 """Of any whole number: a signed one of 64 bits holds it, and sums of a few."""
 POSITIVE = (
+    "parallel.context",
     *("token_budget", "sequence_length", "batch_tokens", "max_steps", "max_skipped_steps", "optim.lr", "optim.eps", "optim.grad_clip"),
     *("compute.micro_batch", "checkpoint.keep_last", "eval.sequences", "log.print_every"),
 )
