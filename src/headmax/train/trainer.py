@@ -352,8 +352,9 @@ def describe(model: HeadmaxConfig) -> dict[str, Any]:
 def refuse_changes(before: dict[str, dict[str, Any]], now: dict[str, dict[str, Any]], out: Path) -> None:
     """Raises where a run would go on as another one."""
     names = {"model": "model.", "train": "", "data": "the data's "}
-    model = before["model"]  # a field that a later version added has had its default
+    model, defaults = before["model"], decisive(TrainConfig())  # a field that a later version added has had its default
     before = before | {"model": {name: model.get(name, getattr(HeadmaxConfig, name, None)) for name in {*model, *now["model"]}}}
+    before["train"] = json.loads(json.dumps(defaults)) | before["train"]
     changed = [
         f"{prefix}{name} was {before[part].get(name)!r}, is {now[part].get(name)!r}"
         for part, prefix in names.items()
