@@ -49,6 +49,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
             built=True,
         ),
         Command("data prepare", "headmax.cli.data:prepare", "Turn text into token shards to train on; rerun to resume."),
+        Command("data merge", "headmax.cli.data:merge", "Put parts of `headmax data prepare --part` together."),
         Command("data check", "headmax.cli.data:check", "Compare every file of a prepared folder with its checksum."),
         Command("curves", "headmax.cli.train:curves", "Plot a run: loss, validation, gradient norm, speed, gates."),
     ),

@@ -143,8 +143,8 @@ def start(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, *arguments], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def torchrun(*arguments: str) -> subprocess.Popen[str]:
-    return start("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", *arguments)
+def torchrun(*arguments: str, ranks: int = 2) -> subprocess.Popen[str]:
+    return start("-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone", *arguments)
 
 
 def wait_for_step(out: Path, step: int, process: subprocess.Popen[str]) -> None:
@@ -154,9 +154,9 @@ def wait_for_step(out: Path, step: int, process: subprocess.Popen[str]) -> None:
         time.sleep(0.005)
 
 
-def launch(plans: list[dict[str, Any]]) -> subprocess.Popen[str]:
-    """Two processes that train one plan after the other: arguments of `train`, `out` among them."""
-    return torchrun("-m", "tests.train.small", json.dumps(plans))
+def launch(plans: list[dict[str, Any]], ranks: int = 2) -> subprocess.Popen[str]:
+    """Processes that train one plan after the other: arguments of `train`, `out` among them."""
+    return torchrun("-m", "tests.train.small", json.dumps(plans), ranks=ranks)
 
 
 def finish(process: subprocess.Popen[str], expected: int = 0) -> str:
@@ -172,7 +172,7 @@ if __name__ == "__main__":
     for plan in json.loads(sys.argv[1]):
         out, poison, number = Path(plan.pop("out")), plan.pop("poison_second_rank", 0), plan.pop("log_decays", 0)
         with poisoned(poison * dist.get_rank()), log_decays(number) as seen:
-            train(out, **plan)
+            train(out, **plan, source=Walks(separate=plan.get("documents") == "separate"))
         if number:
             torch.save(seen, out / f"log-decays-{dist.get_rank()}.pt")
     dist.destroy_process_group()

@@ -1,4 +1,5 @@
-"""Two processes under DDP and FSDP2: the same run as on one, resumed bit for bit, and checkpoints that fit any number of them."""
+"""Two processes under DDP and FSDP2, and with half of each sequence: the same run as on one, resumed bit for bit, and checkpoints that fit
+any number of them."""
 
 import os
 import shutil
@@ -10,12 +11,14 @@ from filelock import FileLock
 
 from headmax import recipes
 from headmax.train.metrics import read_lines
-from tests.train.small import finish, launch, log_decays, losses, parameters, poisoned, train
+from tests.train.small import Walks, finish, launch, log_decays, losses, parameters, poisoned, train
 
 pytestmark = pytest.mark.distributed
 
 STEPS, HALF = 50, 25
 LR = {"optim_lr": 3e-3}
+SPREAD = ("ddp", "fsdp", "context")
+CONTEXT = {"parallel_strategy": "fsdp", "parallel_context": 2}
 EVALUATED = {"eval_every": HALF}
 NARROW = {"compute_precision": "bfloat16", "max_steps": 20}
 DELTA = {"model": {"mixer": "gated_deltanet"}, "compute_precision": "bfloat16", "max_steps": 10}
@@ -45,6 +48,7 @@ def make(folder: Path) -> None:
     first = [plan(p["parallel"], **p, **EVALUATED) for p in both] + [plan(f"{p['parallel']}-half", **p, max_steps=HALF) for p in both]
     first += [plan(f"{p['parallel']}-narrow", **p, **NARROW) for p in both]
     first += [plan(f"{p['parallel']}-delta", **p, **DELTA, log_decays=FIRST_STEP) for p in both]
+    first += [plan("context", **CONTEXT, **EVALUATED), plan("context-half", **CONTEXT, max_steps=HALF)]
     two = launch(first)
     train(folder / "single", **LR, **EVALUATED)
     train(folder / "single-half", **LR, max_steps=HALF)
@@ -53,26 +57,27 @@ def make(folder: Path) -> None:
         train(folder / "single-delta", **LR, **DELTA)
     torch.save(seen, folder / "single-delta" / "log-decays.pt")
     finish(two)
-    for name in ("ddp", "fsdp"):
+    for name in SPREAD:
         shutil.copytree(folder / f"{name}-half", folder / f"{name}-on-one")
         shutil.copytree(folder / "single-half", folder / f"single-on-{name}")
     second = [plan(f"{p['parallel']}-half", **p) for p in both] + [plan(f"single-on-{p['parallel']}", **p) for p in both]
     second += [plan(f"{p['parallel']}-poisoned", **p, max_steps=5, poison_second_rank=6) for p in both]
+    second += [plan("context-half", **CONTEXT), plan("single-on-context", **CONTEXT)]
     two = launch(second)
     with poisoned(9):
         train(folder / "single-poisoned", **LR, max_steps=5)
-    for name in ("ddp", "fsdp"):
+    for name in SPREAD:
         train(folder / f"{name}-on-one", **LR)
     finish(two)
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", SPREAD)
 def test_resume_is_bit_identical(name: str, runs: Path) -> None:
     assert losses(runs / f"{name}-half") == losses(runs / name)
     assert torch.equal(parameters(runs / f"{name}-half"), parameters(runs / name))
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp", "ddp-on-one", "fsdp-on-one", "single-on-ddp", "single-on-fsdp"])
+@pytest.mark.parametrize("name", [*SPREAD, *(f"{name}-on-one" for name in SPREAD), *(f"single-on-{name}" for name in SPREAD)])
 def test_any_number_of_processes_takes_the_same_steps(name: str, runs: Path) -> None:
     one, other = losses(runs / "single"), losses(runs / name)
     assert len(one) == len(other) == STEPS
@@ -101,7 +106,7 @@ def test_decays_gates_and_norms_stay_float32(name: str, runs: Path) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=0.0)  # a last bit of float32 has turned one of bfloat16 by then
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", SPREAD)
 def test_gate_health_is_that_of_all_processes(name: str, runs: Path) -> None:
     one, other = ([line["gates"] for line in read_lines(runs / run / "metrics.jsonl") if "gates" in line] for run in ("single", name))
     assert len(one) == 2
@@ -136,3 +141,20 @@ def test_a_recipe_trains_alike_however_it_is_spread(tmp_path: Path) -> None:
         found, expected = (torch.tensor(losses(tmp_path / run))[:, 1] for run in (name, "single"))
         assert len(found) == STEPS
         torch.testing.assert_close(found, expected, rtol=2e-3, atol=0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_all_mixers_train_alike_on_pieces_of_sequences(ranks: int, tmp_path: Path) -> None:
+    """On four processes two shares of the batch, in two pieces each, of sharded models; documents laid end to end cross the pieces."""
+    plans = {name: {"model": {"mixer": name}} for name in ("gla", "retnet", "gated_deltanet", "kda")}
+    plans["hybrid"] = {"model": {"mixer": ["gated_deltanet", "attention"]}}
+    plans["packed"] = {"model": {"mixer": ["kda", "attention"]}, "documents": "separate"}
+    spread = launch([{"out": str(tmp_path / f"{name}-spread"), **LR, **CONTEXT, **plan} for name, plan in plans.items()], ranks)
+    for name, plan in plans.items():
+        train(tmp_path / name, **LR, **plan, source=Walks(separate="documents" in plan))
+    finish(spread)
+    for name in plans:
+        one, other = (torch.tensor(losses(tmp_path / run)) for run in (name, f"{name}-spread"))
+        assert len(one) == STEPS
+        torch.testing.assert_close(other, one, rtol=2e-4, atol=0.0)

@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from headmax.train.config import decisive
 from headmax.train.loading import load_model
 from headmax.train.metrics import read_lines
-from tests.train.small import Walks, checkpoints, losses, parameters, train
+from headmax.train.trainer import describe, refuse_changes
+from tests.train.small import Walks, checkpoints, losses, model_config, parameters, train, train_config
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +50,20 @@ def test_a_run_of_0_1_resumes(whole: Path, tmp_path: Path) -> None:
     """Its config.json has "parallel": "fsdp" as a string, and so may a caller's TrainConfig."""
     train(tmp_path, max_steps=8)
     written = json.loads((tmp_path / "config.json").read_text())
-    assert written["train"]["parallel"] == {"strategy": "ddp"}
+    assert written["train"]["parallel"] == {"strategy": "ddp", "context": 1}
     (tmp_path / "config.json").write_text(json.dumps(written | {"train": written["train"] | {"parallel": "fsdp"}}))
     load_model(tmp_path)
     train(tmp_path, max_steps=20, parallel="fsdp")
     assert losses(tmp_path) == losses(whole)
+
+
+def test_fields_that_a_later_version_added_have_had_their_defaults(tmp_path: Path) -> None:
+    now = {"model": describe(model_config()), "train": json.loads(json.dumps(decisive(train_config()))), "data": {}}
+    added = {"optim.name", "optim.momentum", "schedule.shape", "schedule.decay_fraction"}
+    before = now | {"train": {name: x for name, x in now["train"].items() if name not in added}}
+    refuse_changes(before, now, tmp_path)
+    with pytest.raises(ValueError, match=r"optim.name was 'adamw', is 'muon'"):
+        refuse_changes(before, now | {"train": now["train"] | {"optim.name": "muon"}}, tmp_path)
 
 
 @pytest.mark.parametrize("damage", ["flip", "shorten", "manifest", "remove"])

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from headmax.cli.options import Count, Name, Number, OptionalCount, OutFolder, metavar
+
+if TYPE_CHECKING:
+    from headmax.data.shards import Index
 
 
 def prepare(
@@ -20,6 +23,7 @@ def prepare(
     separator: Annotated[str, metavar("LINE")] = "<|doc|>",
     max_tokens: OptionalCount = None,
     shard_tokens: Count = 100_000_000,
+    part: Annotated[str | None, metavar("N/PARTS")] = None,
     workers: Number = None,
 ) -> None:
     """Turn text into token shards to train on; rerun to resume.
@@ -35,6 +39,7 @@ def prepare(
         separator: line between two documents of a .txt file.
         max_tokens: stop at this many training tokens, such as 15B.
         shard_tokens: tokens per shard.
+        part: prepare one of several parts, such as 3/8, for jobs side by side; `headmax data merge` puts them together.
         workers: encoding processes; one per core unless given.
     """
     from rich.console import Console
@@ -52,6 +57,7 @@ def prepare(
         Options(text_key, separator),
         max_tokens=max_tokens,
         shard_tokens=shard_tokens,
+        part=part,
     )
     tokens = TextColumn("{task.fields[tokens]:,} tokens, {task.fields[rate]:,.0f}/s")
     columns = (BarColumn(), DownloadColumn(), tokens, TimeElapsedColumn(), TimeRemainingColumn())
@@ -64,9 +70,25 @@ def prepare(
             progress.update(bar, completed=done.bytes, total=done.total_bytes, tokens=done.tokens, rate=rate)
 
         index = prepare(config, out, workers=workers, report=report)
+    _tell(out, index)
+
+
+def _tell(out: Path, index: Index) -> None:
     for split, shards in index.splits.items():
         if shards:
             print(f"headmax: {out}: {split} {index.tokens(split):,} tokens, {index.documents(split):,} documents, {len(shards)} shards")
+
+
+def merge(parts: Annotated[tuple[Path, ...], metavar("PART [PART ...]")], /, out: OutFolder) -> None:
+    """Put parts of `headmax data prepare --part` together.
+
+    Args:
+        parts: folders of all parts, in any order; they stay, and may be deleted.
+        out: folder to write, with links to the files of the parts.
+    """
+    from headmax.data.parts import merge
+
+    _tell(out, merge(parts, out))
 
 
 def check(folder: Annotated[Path, metavar("FOLDER")], /) -> None:

@@ -24,6 +24,8 @@ logger = logging.getLogger("headmax")
 
 CONTENTS = "contents"
 """In `Index.made_from`: how much of each input was read, and its hash; inputs to validate on come first."""
+PART = "part"
+"""In `Index.made_from`, of a folder that is one of several parts: its number and how many there are."""
 REPORTED = 2**26
 """Bytes between two reports of comparing inputs."""
 DATA = durable.Owner(
@@ -132,7 +134,7 @@ class FolderWriter:
 def refuse_other(out: Path, there: Index, wanted: Index) -> None:
     """Raises where a folder was made from something else."""
     other = [name for name in ("tokenizer_sha256", "document_token") if getattr(there, name) != getattr(wanted, name)]
-    other += [name for name in wanted.made_from if there.made_from.get(name) != wanted.made_from[name]]
+    other += [name for name in {**wanted.made_from, PART: None} if there.made_from.get(name) != wanted.made_from.get(name)]
     if other:
         changed = ", ".join(name.removesuffix("_sha256").replace("_", " ") for name in other)
         raise ValueError(f"{out}: made with another {changed}; give the same again, or choose another folder")

@@ -24,7 +24,8 @@ from headmax import durable
 from headmax.data import encoder
 from headmax.data.documents import HELD, Input, Options, find
 from headmax.data.encoder import SPLITS
-from headmax.data.folder import CONTENTS, DATA, FolderWriter, refuse_changed, refuse_other
+from headmax.data.folder import CONTENTS, DATA, PART, FolderWriter, refuse_changed, refuse_other
+from headmax.data.parts import Part
 from headmax.data.shards import FORMAT, INDEX, PROGRESS, Index
 from headmax.data.tokenizer import FILES, load
 
@@ -52,6 +53,8 @@ class PrepareConfig:
     """Stop when there are so many to train on."""
     shard_tokens: int = 100_000_000
     """A shard is complete when it has as many."""
+    part: str | None = None
+    """"3/8" makes the third of eight folders that `headmax data merge` puts together."""
 
     def __post_init__(self) -> None:
         if not self.inputs:
@@ -62,6 +65,10 @@ class PrepareConfig:
             raise ValueError("valid and valid_fraction exclude each other: validate on other inputs, or on a share of these")
         if not self.options.separator.strip() or not self.options.text_key:
             raise ValueError("separator and text_key must not be empty")
+        if self.part is not None:
+            Part.of(self.part)
+            if self.max_tokens is not None:
+                raise ValueError("max_tokens and part exclude each other: where a number of tokens ends, no part knows by itself")
         for name, number in (("shard_tokens", self.shard_tokens), ("max_tokens", self.max_tokens)):
             if number is not None and number < 1:
                 raise ValueError(f"{name} must be at least 1, got {number}")
@@ -179,6 +186,8 @@ def prepare(config: PrepareConfig, out: Path, *, workers: int | None = None, rep
     inputs = [(source, split) for split, names in ((VALID, config.valid), (TRAIN, config.inputs)) for source in find(names, config.options)]
     durable.claim(out, DATA)
     index, files = _begin(config, inputs)
+    if config.part is not None:
+        inputs = _share(inputs, Part.of(config.part))
 
     def compare(there: Index) -> None:
         known = sum(map(there.tokens, SPLITS)), sum(map(there.documents, SPLITS))
@@ -197,6 +206,13 @@ def prepare(config: PrepareConfig, out: Path, *, workers: int | None = None, rep
             return _write(config, inputs, folder, workers, report)
 
 
+def _share(inputs: Sequence[tuple[Input, int]], part: Part) -> list[tuple[Input, int]]:
+    """What a part is made of; all that is there to validate on goes to the first."""
+    valid = [pair for pair in inputs if pair[1] == VALID]
+    train = part.share([source for source, split in inputs if split == TRAIN])
+    return [*(valid if part.number == 1 else []), *((source, TRAIN) for source in train)]
+
+
 def _begin(config: PrepareConfig, inputs: Sequence[tuple[Input, int]]) -> tuple[Index, dict[str, bytes]]:
     """The index before the first shard, and the tokenizer's files."""
     import headmax
@@ -208,6 +224,7 @@ def _begin(config: PrepareConfig, inputs: Sequence[tuple[Input, int]]) -> tuple[
     identities = {name: [source.identity for source in of] for name, of in sources.items()}
     loaded = load(config.tokenizer)
     files = loaded.files()
+    part = {} if config.part is None else {PART: list(Part.of(config.part))}
     limits = ("valid_fraction", "max_tokens", "shard_tokens")
     index = Index(
         format=FORMAT,
@@ -216,7 +233,7 @@ def _begin(config: PrepareConfig, inputs: Sequence[tuple[Input, int]]) -> tuple[
         vocab_size=loaded.vocab_size,
         document_token=loaded.document_token(config.document_token),
         tokenizer_sha256=hashlib.sha256(files[FILES[0]]).hexdigest(),
-        made_from=identities | asdict(config.options) | {name: getattr(config, name) for name in limits},
+        made_from=identities | asdict(config.options) | {name: getattr(config, name) for name in limits} | part,
         splits=dict.fromkeys(SPLITS, ()),
     )
     return index, files
@@ -246,7 +263,7 @@ def _write(
                 folder.commit(cursor, contents)
             if tokens["train"] >= most:
                 break
-    if not tokens["train"] or (not tokens["valid"] and (config.valid or config.valid_fraction)):
+    if config.part is None and (not tokens["train"] or (not tokens["valid"] and (config.valid or config.valid_fraction))):
         folder.discard()
         raise ValueError(_nothing(config, "train" if not tokens["train"] else "validate", documents))
     folder.commit(cursor, contents)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -19,6 +19,14 @@ class Batch(NamedTuple):
     """The same shape, -100 where there is no loss. Not shifted: the model shifts, as Hugging Face does."""
     packing: Packing | None
     """Where sequences begin in a row of B*T tokens whose documents are kept apart; else None."""
+    position_ids: Tensor | None = None
+    """[1, T] of a piece of each sample: where it lies; a packing knows that itself."""
+    shift_labels: Tensor | None = None
+    """Of a piece: what its tokens predict."""
+
+    def map(self, change: Callable[[Tensor | Packing], Tensor | Packing]) -> Batch:
+        """With `change` of all that is there."""
+        return Batch(*(x if x is None else change(x) for x in self))  # type: ignore[arg-type]
 
 
 class Source(Protocol):

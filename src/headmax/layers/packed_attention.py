@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,16 +18,37 @@ BLOCK = 256
 """Queries that are read together where a window is narrower than this."""
 
 
+class Bounds(NamedTuple):
+    """Where sequences lie in rows of queries, and in rows of keys, which may begin earlier."""
+
+    at: Tensor
+    """[2, sequences + 1]: of queries, and of keys."""
+    most_queries: int
+    """Of a sequence."""
+    most_keys: int
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, packing: Packing | None) -> Bounds:
+        """k [B,S,...] has S - T tokens before those of q [B,T,...]: of each row, or of the packing's first sequence as many as it has."""
+        (batch, time), seen = q.shape[:2], k.shape[1]
+        if packing is None:
+            queries, keys = (torch.arange(0, batch * size + 1, size, device=q.device) for size in (time, seen))
+            return cls(torch.stack([queries, keys]), time, seen)
+        if seen == time:
+            return cls(packing.cu_seqlens.expand(2, -1), packing.longest, packing.longest)
+        keys = torch.cat([seen - time - packing.positions[:1], packing.cu_seqlens[1:] + (seen - time)])
+        return cls(torch.stack([packing.cu_seqlens, keys]), packing.longest, seen)
+
+
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, window: int | None) -> Tensor:
-    """What queries q [B,T,H,D] read, [B,T,H,D], from keys and values [B,T,G,D] of their sequence: their own and those before it, at most
-    `window` of them. Without a packing every row is a sequence. Query head h reads with key head h * G // H."""
+    """What queries q [B,T,H,D] read, [B,T,H,D], from keys and values [B,S,G,D] of their sequence: their own and those before it, at most
+    `window` of them. Without a packing every row is a sequence. Query head h reads with key head h * G // H.
+
+    The last T keys are those of the queries' tokens; keys before them belong to rows, or to the packing's first sequence, begun earlier."""
     batch, time = q.shape[:2]
-    if packing is None:
-        bounds, longest = torch.arange(0, batch * time + 1, time, device=q.device), time
-    else:
-        bounds, longest = packing.cu_seqlens, packing.longest
+    bounds = Bounds.of(q, k, packing)
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-    o = flash(q, k, v, bounds, longest, window) if flash_can(q) else PackedAttention.apply(q, k, v, bounds, window)
+    o = flash(q, k, v, bounds, window) if flash_can(q) else PackedAttention.apply(q, k, v, bounds.at, window)
     return o.unflatten(0, (batch, time))
 
 
@@ -36,43 +57,46 @@ def flash_can(q: Tensor) -> bool:
     return q.is_cuda and torch.version.hip is None and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256
 
 
-def flash(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, window: int | None) -> Tensor:
-    """The kernel that reads boundaries on the device."""
-    bounds, before = bounds.to(torch.int32), -1 if window is None else window - 1
-    limits = {"window_size_left": before, "window_size_right": 0}
-    return torch.ops.aten._flash_attention_forward(q, k, v, bounds, bounds, longest, longest, 0.0, True, False, **limits)[0]
+def flash(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, window: int | None) -> Tensor:
+    """The kernel that reads boundaries on the device; the last query of a sequence sees its last key."""
+    queries, keys = bounds.at.to(torch.int32)
+    limits = {"window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
+    return torch.ops.aten._flash_attention_forward(
+        q, k, v, queries, keys, bounds.most_queries, bounds.most_keys, 0.0, True, False, **limits
+    )[0]
 
 
-def pieces(bounds: list[int], window: int | None) -> Iterator[tuple[slice, slice]]:
+def pieces(queries: list[int], keys: list[int], window: int | None) -> Iterator[tuple[slice, slice]]:
     """Queries, and the keys that one of them may see: sequence by sequence, with a window in blocks."""
-    for start, end in pairwise(bounds):
-        size = max(1, end - start) if window is None else max(window, BLOCK)
+    for (start, end), (oldest, newest) in zip(pairwise(queries), pairwise(keys), strict=True):
+        size, later = max(1, end - start) if window is None else max(window, BLOCK), newest - end
         for first in range(start, end, size):
             last = min(first + size, end)
-            yield slice(first, last), slice(start if window is None else max(start, first - window + 1), last)
+            yield slice(first, last), slice(oldest if window is None else max(oldest, first + later - window + 1), last + later)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     """What the last n of m tokens read: q [n,H,D], keys and values [m,G,D]."""
     mask = None
-    if window is not None:
+    if window is not None or len(k) > len(q):
         age = torch.arange(len(k) - len(q), len(k), device=q.device)[:, None] - torch.arange(len(k), device=q.device)
-        mask = (age >= 0) & (age < window)
+        mask = (age >= 0) & (age < (len(k) if window is None else window))
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None).squeeze(0).transpose(0, 1)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, window: int | None) -> Tensor:
-    o = torch.empty_like(q)
-    for queries, keys in pieces(bounds.tolist(), window):
+    o, ends = torch.empty_like(q), bounds.tolist()
+    for queries, keys in pieces(ends[0], ends[1], window):
         o[queries] = attend(q[queries], k[keys], v[keys], window)
     return o
 
 
 def _backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for queries, keys in pieces(bounds.tolist(), window):
+    ends = bounds.tolist()
+    for queries, keys in pieces(ends[0], ends[1], window):
         with torch.enable_grad():
             given = tuple(x.detach().requires_grad_() for x in (q[queries], k[keys], v[keys]))
             o = attend(given[0], given[1], given[2], window)

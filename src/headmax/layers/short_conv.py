@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from headmax.layers.initialized import Initialized
 from headmax.ops.checks import compute_dtype
+from headmax.ops.context import from_previous
 from headmax.ops.gated_delta_rule.reference import unit_length
 from headmax.ops.head_gate.reference import scores_of
 from headmax.ops.packing import Packing
@@ -95,6 +97,18 @@ def last_inputs(x: Tensor, width: int, state: Tensor | None, packing: Packing | 
     row, _ = _after_states(state, x, packing)
     ends = packing.cu_seqlens[1:] + (width - 1) * torch.arange(1, sequences + 1, device=x.device)
     return row[0, ends[:, None] + torch.arange(1 - width, 0, device=x.device)]
+
+
+def inputs_before(x: Tensor, width: int, packing: Packing | None, group: ProcessGroup) -> Tensor:
+    """The `state` of a rank's piece of every sequence, x [B,T,D]: the last W - 1 inputs of the rank before it."""
+    if x.shape[1] < width - 1:
+        raise ValueError(f"conv_size: a piece of a sequence has at least {width - 1} tokens, the inputs before the next, got {x.shape[1]}")
+    before = from_previous(x[:, 1 - width :], group)
+    if packing is None:
+        return before
+    own = packing.positions[0] >= torch.arange(width - 1, 0, -1, device=x.device)
+    before = before * own.to(x.dtype).unsqueeze(-1)  # the sequence begun there may be shorter
+    return torch.cat([before, before.new_zeros(packing.num_sequences - 1, *before.shape[1:])])
 
 
 class ShortConvolution(Initialized):

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
@@ -179,6 +181,7 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
             block.mixer.o_proj.init_factor = config.init_factor(config.output_init)  # type: ignore[union-attr]
             block.mlp.down_proj.init_factor = config.init_factor(config.down_init)  # type: ignore[union-attr]
         self.decoder = Decoder()
+        self.context_group: ProcessGroup | None = None
         self.gradient_checkpointing = False
         self.compiler_limits: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.post_init()
@@ -261,12 +264,17 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
         # embeddings are looked up in float32; the residual stream is what autocast computes in
         x = x.to(autocast_dtype(x.device) or x.dtype)
         batch, time, _ = x.shape
+        if self.context_group is not None:
+            if use_cache or cache is not None:
+                raise ValueError("use_cache: pieces of sequences keep no states: pass use_cache=False and no past_key_values")
+            self._check_piece(position_ids, cu_seqlens, attention_mask)
+            use_cache = False
         if cache is not None:
             adopt(cache, len(self.layers))
         past = 0 if cache is None else cache.get_seq_length()
         check_token_shapes(batch, time, past, position_ids, attention_mask)
         padding = None if attention_mask is None else find_padding(attention_mask[:, -time:])
-        packing = find_packing(x, padding, position_ids, cu_seqlens)
+        packing = find_packing(x, padding, None if self.context_group else position_ids, cu_seqlens)
         if packing is not None and padding is not None:
             raise ValueError("attention_mask pads rows and cu_seqlens packs sequences: give one of them")
         if packing is not None and (use_cache or past) and any(self.uses_attention):
@@ -288,6 +296,21 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
             tuple(layer.in_place() if few else layer.to_keep() for layer in layers) or (None,) * len(self.layers),
             self.decoder.fusion(self, x) if few and time == 1 and not return_gates and self.kernels(x) else self.fusion(x),
         )
+
+    def set_context_group(self, group: ProcessGroup | None) -> None:
+        """Inputs are from now on this rank's piece of every sequence, in the order of the group's ranks; whole sequences with None."""
+        self.context_group = group
+        for block in self.layers:
+            block.mixer.context_group = group  # type: ignore[union-attr]
+
+    def _check_piece(self, position_ids: Tensor | None, packing: Tensor | Packing | None, attention_mask: Tensor | None) -> None:
+        """What a piece of every sequence needs, and cannot have."""
+        if attention_mask is not None:
+            raise ValueError("attention_mask: pieces of sequences have no padding; pack sequences and pass cu_seqlens")
+        if isinstance(packing, Tensor):
+            raise ValueError("cu_seqlens must be this rank's Packing.piece where there is a context group, got a tensor")
+        if packing is None and position_ids is None:
+            raise ValueError("position_ids must be those of this rank's tokens, [batch or 1, time], where there is a context group")
 
     def kernels(self, x: Tensor) -> bool:
         """Whether the blocks are to run fused on such an x."""
@@ -406,7 +429,9 @@ class HeadmaxForCausalLM(HeadmaxPreTrainedModel, GenerationMixin):
         if "seq_idx" in kwargs and position_ids is None and cu_seqlens is None:
             raise ValueError("seq_idx alone does not tell where sequences lie: pass cu_seqlens or position_ids")
         tokens = input_ids if input_ids is not None else inputs_embeds
-        if labels is not None and tokens is not None:
+        if labels is not None and self.model.context_group is not None:
+            kwargs = self._piece_of_the_mean(**kwargs)
+        elif labels is not None and tokens is not None:
             padding = None if attention_mask is None else find_padding(attention_mask[:, -tokens.shape[1] :])
             cu_seqlens = find_packing(tokens, padding, position_ids, cu_seqlens)
             if cu_seqlens is not None:  # the last token of a sequence does not predict the first of the next
@@ -473,6 +498,15 @@ class HeadmaxForCausalLM(HeadmaxPreTrainedModel, GenerationMixin):
             return None
         hidden = self.model.decoder.replay(self.model, input_ids, attention_mask, position_ids, cache)
         return None if hidden is None else HeadmaxModelOutput(last_hidden_state=hidden, past_key_values=cache)
+
+    def _piece_of_the_mean(self, shift_labels: Tensor | None = None, num_items_in_batch: Any = None, **kwargs: Any) -> dict[str, Any]:
+        """Of the loss over all ranks' tokens: the sum over ranks is their mean."""
+        if shift_labels is None:
+            raise ValueError("shift_labels must say what this rank's tokens predict: the last one's next token is on another rank")
+        if num_items_in_batch is None:
+            num_items_in_batch = (shift_labels != IGNORED).sum()
+            dist.all_reduce(num_items_in_batch, group=self.model.context_group)
+        return {"shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch, **kwargs}
 
     def _loss(self, x: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None, shift_labels: Tensor | None) -> Tensor:
         """The mean loss of predicting each next token; Hugging Face's Trainer hands the number of them in over all its devices."""

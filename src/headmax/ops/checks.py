@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from headmax.ops.packing import Packing
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -15,9 +19,9 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def too_wide(q: Tensor, v: Tensor) -> str | None:
-    """Why the Triton kernels cannot take heads of these widths, or None."""
-    key, value = q.shape[3], v.shape[3]
+def too_wide(q: Tensor, v: Tensor, columns: int = 0) -> str | None:
+    """Why the Triton kernels cannot take heads of these widths, v with so many columns more, or None."""
+    key, value = q.shape[3], v.shape[3] + columns
     if key > 256 or value > 512:
         return f"heads are at most 256 (key) and 512 (value) wide, got {key} and {value}"
     return None
@@ -50,6 +54,7 @@ def check_recurrence(
     write_gate: Tensor | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | Packing | None,
+    context_group: ProcessGroup | None = None,
     value_heads: bool = False,
 ) -> Packing | None:
     """Checks what the recurrences share and returns the packing, built here if it came as a tensor."""
@@ -72,6 +77,8 @@ def check_recurrence(
         check_shape(op, "read_gate", read_gate, "batch, time, heads", (batch, time, out_heads), device)
     if write_gate is not None:
         check_shape(op, "write_gate", write_gate, "batch, time, heads", (batch, time, out_heads), device)
+    if context_group is not None and isinstance(cu_seqlens, Tensor):
+        raise ValueError(f"{op}: cu_seqlens must be this rank's Packing.piece where there is a context_group, got a tensor")
     packing = check_packing(op, cu_seqlens, batch, time, device)
     if initial_state is not None:
         count, axes = (batch, "batch") if packing is None else (packing.num_sequences, "sequences")

@@ -39,6 +39,8 @@ class Packing:
     """Tokens of the longest sequence."""
     size: int
     """Slots per chunk of the padded layout: CHUNK, or less where every sequence is shorter."""
+    rows: slice = slice(None)
+    """Which sequences of a longer row these are, where this is a piece of one."""
     slot_tokens: Tensor
     """[chunks * size] the token in each slot of the padded layout, T for an empty slot."""
     token_slots: Tensor
@@ -97,6 +99,25 @@ class Packing:
     def pin_memory(self) -> Packing:
         """This packing with its device tables in pinned memory: `to` a GPU then does not wait."""
         return self._with_tables(torch.Tensor.pin_memory)
+
+    def piece(self, start: int, stop: int) -> Packing:
+        """The tokens from `start` to `stop` as one of several ranks holds them. Their positions go on counting, by which the ops know that
+        a sequence has begun before; sequences without a token in here are left out, but for empty ones. It is built on the host.
+        """
+        first, last = self.cu_seqlens[:-1].tolist(), self.cu_seqlens[1:].tolist()
+        if not 0 <= start < stop <= self.num_tokens:
+            raise ValueError(f"Packing.piece: start and stop must lie in 0 to {self.num_tokens} in this order, got {start} and {stop}")
+        here = [
+            n
+            for n, ends in enumerate(zip(first, last, strict=True))
+            if max(start, ends[0]) < min(stop, ends[1])
+            or (ends[0] == ends[1] and (start <= ends[0] < stop or ends[0] == stop == self.num_tokens))
+        ]
+        bounds = [max(start, first[here[0]]), *(min(stop, last[n]) for n in here)]
+        piece = Packing([bound - start for bound in bounds], self.cu_seqlens.device)
+        piece.positions[: bounds[1] - start] += start - first[here[0]]
+        piece.rows = slice(here[0], here[0] + len(here))
+        return piece
 
     def chunks(self, size: int) -> tuple[Tensor, Tensor]:
         """Where chunks of CHUNK or LONG_CHUNK tokens lie, and the first of each sequence."""

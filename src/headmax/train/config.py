@@ -8,13 +8,17 @@ from typing import Any, Literal, get_args
 
 Precision = Literal["bfloat16", "float32"]
 Strategy = Literal["ddp", "fsdp"]
+Optimizers = Literal["adamw", "muon"]
+Shape = Literal["cosine", "wsd"]
 Documents = Literal["concatenate", "separate"]
 
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW, with the norm of the gradient clipped."""
+    """AdamW, or Muon beside it, with the norm of the gradient clipped."""
 
+    name: Optimizers = "adamw"
+    """adamw; muon takes the projections of the blocks, and leaves embeddings, head gates, convolutions and vectors to AdamW."""
     lr: float = 1e-3
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -23,14 +27,20 @@ class OptimConfig:
     """AdamW's epsilon, added to the root of the second moment."""
     weight_decay: float = 0.1
     """Decay of matrices: projections, embeddings, short convolutions, head gates; not of norms, A_log, dt_bias and biases."""
+    momentum: float = 0.95
+    """Muon's."""
     grad_clip: float = 1.0
     """Largest norm of the gradient; larger ones are scaled down."""
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """The learning rate: linear warm-up to its peak, then a cosine decay, both counted in tokens."""
+    """The learning rate: linear warm-up to its peak, then a cosine decay, or the peak and a linear decay at the end; counted in tokens."""
 
+    shape: Shape = "cosine"
+    """cosine falls from the end of warm-up on; wsd (warm-up, stable, decay) stays at the peak until the last decay_fraction."""
+    decay_fraction: float = 0.2
+    """Share of the token budget over which wsd falls to final_lr."""
     warmup_tokens: int = 500_000_000
     """Tokens of warm-up."""
     start_lr: float = 3e-5
@@ -61,6 +71,8 @@ class ParallelConfig:
 
     strategy: Strategy = "ddp"
     """ddp replicates the model; fsdp (FSDP2) shards parameters, gradients and optimizer states."""
+    context: int = 1
+    """Processes that share each sequence, a piece each; it divides their number and the sequence length."""
 
     def __post_init__(self) -> None:
         if self.strategy not in get_args(Strategy):
@@ -86,7 +98,7 @@ class EvalConfig:
     every: int = 500
     """Steps between measurements, the last step included; 0 for none."""
     sequences: int = 128
-    """Held-out sequences, the same for all seeds; rounded down to a multiple of the number of processes."""
+    """Held-out sequences, the same for all seeds; rounded down to an equal share for each process."""
     accuracy: bool = False
     """Also measure the share of labels predicted exactly. This holds all logits in memory and is meant for recall tasks."""
 
@@ -105,7 +117,7 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """AdamW on a cosine, counted in tokens; the defaults are the paper's, and GLA's recipe where the paper points there."""
+    """AdamW on a cosine, counted in tokens, unless told otherwise; the defaults are the paper's, and GLA's recipe where it points there."""
 
     token_budget: int = 15_000_000_000
     """Tokens to train on."""
@@ -142,22 +154,31 @@ class TrainConfig:
         check_numbers(flatten(asdict(self)))
         if self.sequence_length < 2:
             raise ValueError(f"sequence_length must be at least 2, a token to read and one to predict, got {self.sequence_length}")
-        if not all(0 <= beta < 1 for beta in self.optim.betas):
-            raise ValueError(f"optim.betas must be in [0, 1), got {self.optim.betas}")
+        check_optim(self.optim)
         if self.batch_tokens % self.sequence_length:
             raise ValueError(f"batch_tokens {self.batch_tokens} must be a multiple of sequence_length {self.sequence_length}")
+        if self.sequence_length % self.parallel.context:
+            raise ValueError(f"sequence_length {self.sequence_length} must be a multiple of parallel.context {self.parallel.context}")
+        if self.parallel.context > 1 and self.gate_balance > 0:
+            raise ValueError("gate_balance does not go with parallel.context: no process sees the gates of a whole sequence")
         if self.compute.cuda_graph and self.against_graphs:
             raise ValueError(f"compute.cuda_graph does not go with {self.against_graphs}: leave one off")
         if not 0 <= self.schedule.warmup_tokens <= self.token_budget:
             raise ValueError(
                 f"schedule.warmup_tokens must be between 0 and token_budget {self.token_budget}, got {self.schedule.warmup_tokens}"
             )
+        if self.schedule.shape not in get_args(Shape):
+            raise ValueError(f"schedule.shape must be {' or '.join(get_args(Shape))}, got {self.schedule.shape!r}")
+        if not 0 <= self.schedule.decay_fraction <= 1:
+            raise ValueError(f"schedule.decay_fraction must be between 0 and 1, got {self.schedule.decay_fraction}")
 
     @property
     def against_graphs(self) -> str | None:
-        """The setting that CUDA graphs do not go with, if there is one: shapes that change, random states that are looked at."""
+        """The setting that CUDA graphs do not go with, if there is one: shapes that change, numbers or random states that are read."""
         if self.documents == "separate":
             return "documents separate"
+        if self.optim.name == "muon":
+            return "optim.name muon"
         return "compute.activation_checkpointing" if self.compute.activation_checkpointing else None
 
     @property
@@ -175,6 +196,7 @@ class TrainConfig:
 LARGEST = 10**18
 """Of any whole number: a signed one of 64 bits holds it, and sums of a few."""
 POSITIVE = (
+    "parallel.context",
     *("token_budget", "sequence_length", "batch_tokens", "max_steps", "max_skipped_steps", "optim.lr", "optim.eps", "optim.grad_clip"),
     *("compute.micro_batch", "checkpoint.keep_last", "eval.sequences", "log.print_every"),
 )
@@ -187,6 +209,15 @@ MAY_CHANGE = {
     *("compute.micro_batch", "compute.compile", "compute.activation_checkpointing", "compute.cuda_graph"),
 }
 """What a resumed run may change: how long, where and how it computes and what it tells, not what is computed."""
+
+
+def check_optim(optim: OptimConfig) -> None:
+    """ValueError names the first setting that is none."""
+    if optim.name not in get_args(Optimizers):
+        raise ValueError(f"optim.name must be {' or '.join(get_args(Optimizers))}, got {optim.name!r}")
+    for name, rates in (("betas", optim.betas), ("momentum", (optim.momentum,))):
+        if not all(0 <= rate < 1 for rate in rates):
+            raise ValueError(f"optim.{name} must be in [0, 1), got {getattr(optim, name)}")
 
 
 def check_numbers(fields: dict[str, Any]) -> None:

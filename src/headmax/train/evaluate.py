@@ -13,7 +13,7 @@ from headmax.data.source import Batch, Source
 from headmax.layers.loss import IGNORED
 from headmax.models.modeling import Gates
 from headmax.train.config import TrainConfig
-from headmax.train.feed import micro_batches, to
+from headmax.train.feed import micro_batches, next_labels, piece_of, to
 from headmax.train.metrics import Line
 from headmax.train.parallel import Replica, World
 
@@ -24,12 +24,13 @@ DEAD = 0.1
 @torch.no_grad()
 def evaluate(replica: Replica, source: Source, config: TrainConfig, world: World) -> tuple[Line, Line]:
     """(loss, perplexity and, if requested, accuracy; the gates' health by layer and kind) on the source's first sequences."""
-    sequences = max(1, config.eval.sequences // world.size) * world.size
+    sequences = max(1, config.eval.sequences // world.data_size) * world.data_size
     totals, health = torch.zeros(3, dtype=torch.float64), Health()
     replica.model.eval()
     for indices in micro_batches(0, sequences, world, config.compute.micro_batch):
         with replica.autocast:
-            loss, gates = score(replica, to(source.batch(indices), world.device), config.eval.accuracy)
+            batch = to(piece_of(source.batch(indices), world), world.device)
+            loss, gates = score(replica, batch, config.eval.accuracy)
         totals = totals.to(world.device) + loss
         health.add(gates)
     replica.model.train()
@@ -43,16 +44,17 @@ def evaluate(replica: Replica, source: Source, config: TrainConfig, world: World
 
 def score(replica: Replica, batch: Batch, accuracy: bool) -> tuple[Tensor, Gates]:
     """Sum of the losses, number of exact predictions and number of predicted tokens; and the gates."""
-    options = {"cu_seqlens": batch.packing, "return_gates": True, "use_cache": False}
-    labels = batch.labels if batch.packing is None else batch.labels.masked_fill(batch.packing.positions == 0, IGNORED)
-    labelled = labels[:, 1:] != IGNORED
+    options = {"cu_seqlens": batch.packing, "position_ids": batch.position_ids, "return_gates": True, "use_cache": False}
+    predicted = next_labels(batch)
+    labelled = predicted != IGNORED
     count = labelled.sum()
     if not accuracy:
-        output = replica.model(batch.input_ids, labels=labels, skip_logits=True, num_items_in_batch=1, **options)
+        wanted = {"labels": batch.labels, "shift_labels": predicted, "num_items_in_batch": 1}
+        output = replica.model(batch.input_ids, skip_logits=True, **wanted, **options)
         return torch.stack([output.loss.double(), count.new_zeros(()).double(), count.double()]), output.gates
     columns = labelled.any(0).nonzero().flatten()
     output = replica.model(batch.input_ids, logits_to_keep=columns, **options)
-    answers = labels[:, 1:][:, columns]
+    answers = predicted[:, columns]
     loss = F.cross_entropy(output.logits.flatten(0, 1).float(), answers.flatten(), ignore_index=IGNORED, reduction="sum")
     return torch.stack([loss.double(), (output.logits.argmax(-1) == answers).sum().double(), count.double()]), output.gates
 

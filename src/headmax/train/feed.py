@@ -8,6 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from headmax.data.source import Batch, Source
 from headmax.layers.loss import IGNORED
@@ -21,31 +23,49 @@ AHEAD = 2
 
 def micro_batches(first: int, size: int, world: World, limit: int) -> list[range]:
     """This rank's share of the samples first, ..., first + size - 1, in the fewest and most even micro-batches of at most `limit`."""
-    share = size // world.size
-    start, pieces = first + world.rank * share, -(-share // limit)
+    share = size // world.data_size
+    start, pieces = first + world.data_rank * share, -(-share // limit)
     bounds = [start + share * n // pieces for n in range(pieces + 1)]
     return [range(*ends) for ends in pairwise(bounds)]
 
 
-def predicted(batch: Batch) -> int:
-    """How many tokens of a batch are predicted: the first of a sequence is not."""
+def next_labels(batch: Batch) -> Tensor:
+    """The label of each token's next token, -100 where there is none: the first token of a sequence is not predicted."""
+    if batch.shift_labels is not None:
+        return batch.shift_labels
     labels = batch.labels if batch.packing is None else batch.labels.masked_fill(batch.packing.positions == 0, IGNORED)
-    return int((labels[:, 1:] != IGNORED).sum())
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+
+
+def predicted(batch: Batch) -> int:
+    """How many tokens of a batch are predicted."""
+    return int((next_labels(batch) != IGNORED).sum())
+
+
+def piece_of(batch: Batch, world: World) -> Batch:
+    """This rank's piece of each sequence; the batch itself where ranks hold whole ones."""
+    if world.context_group is None:
+        return batch
+    start, stop = (batch.input_ids.shape[1] * n // world.pieces for n in (world.piece, world.piece + 1))
+    ids, labels, following = (x[:, start:stop].contiguous() for x in (batch.input_ids, batch.labels, next_labels(batch)))
+    if batch.packing is not None:
+        return Batch(ids, labels, batch.packing.piece(start, stop), None, following)
+    return Batch(ids, labels, None, torch.arange(start, stop)[None], following)
 
 
 def to(batch: Batch, device: torch.device) -> Batch:
     """The batch on the device; a copy out of pinned memory does not wait."""
-    ids, labels = (x.to(device, non_blocking=True) for x in batch[:2])
-    return Batch(ids, labels, batch.packing and batch.packing.to(device))
+    return batch.map(lambda x: x.to(device, non_blocking=True) if isinstance(x, Tensor) else x.to(device))
 
 
 class Feed:
     """The micro-batches of one step after the other. What step s trains on depends on s and the global batch alone."""
 
     def __init__(self, source: Source, config: TrainConfig, world: World) -> None:
-        if config.batch_size % world.size:
+        if config.batch_size % world.data_size:
+            shared = f" of which {config.parallel.context} share each sequence" if config.parallel.context > 1 else ""
             raise ValueError(
-                f"batch_tokens {config.batch_tokens} is {config.batch_size} sequences: not a multiple of {world.size} processes"
+                f"batch_tokens {config.batch_tokens} is {config.batch_size} sequences: not a multiple of {world.size} processes{shared}"
             )
         if source.length != config.sequence_length:
             raise ValueError(f"sequence_length is {config.sequence_length}, but samples have {source.length} tokens")
@@ -60,9 +80,9 @@ class Feed:
                 batch = self.source.batch(indices)
             except (OSError, ValueError) as error:
                 raise TrainingError(f"step {step + 1}: cannot read samples {indices[0]} to {indices[-1]}: {error}") from error
+            batch = piece_of(batch, self.world)
             if self.world.device.type == "cuda":
-                packing = batch.packing and batch.packing.pin_memory()
-                batch = Batch(batch.input_ids.pin_memory(), batch.labels.pin_memory(), packing)
+                batch = batch.map(lambda x: x.pin_memory())
             batches.append(batch)
         return batches
 

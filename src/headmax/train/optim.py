@@ -1,4 +1,4 @@
-"""AdamW and the learning rate."""
+"""AdamW, Muon beside it, and the learning rate."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from torch.optim import AdamW
+from torch.optim import AdamW, Muon, Optimizer
 
+from headmax.models import HeadmaxForCausalLM
 from headmax.train.config import OptimConfig, TrainConfig
 
 
@@ -37,19 +38,62 @@ class Adam(AdamW):
             self.param_groups = groups
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig) -> AdamW:
-    """AdamW with weight decay on matrices alone: norms, A_log, dt_bias and biases have fewer than two dimensions."""
+class AdamWithMuon(Adam):
+    """AdamW, but for the groups with a momentum, which are Muon's: one optimizer, with one state."""
+
+    def __init__(self, groups: list[dict[str, Any]], **options: Any) -> None:
+        super().__init__(groups, **options)
+        its = [{name: group[name] for name in ("params", "weight_decay", "momentum")} for group in groups if "momentum" in group]
+        self.muon = Muon(its, lr=options["lr"], adjust_lr_fn="match_rms_adamw")  # so that one learning rate serves both
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As any optimizer: AdamW would look for its own in the state of Muon's parameters."""
+        Optimizer.__setstate__(self, state)
+
+    def step(self, closure: Any = None) -> Any:
+        groups = self.param_groups
+        self.param_groups = [group for group in groups if "momentum" not in group]
+        try:
+            super().step(closure)
+        finally:
+            self.param_groups = groups
+        skip = getattr(self, "found_inf", None)  # AdamW reads it on the device, Muon knows nothing of it
+        if skip is None or not skip.item():
+            self.muon.state = self.state
+            for its, group in zip(self.muon.param_groups, (group for group in groups if "momentum" in group), strict=True):
+                its |= {"params": group["params"], "lr": group["lr"]}
+            self.muon.step()
+
+
+def build_optimizer(model: HeadmaxForCausalLM, config: OptimConfig) -> AdamW:
+    """AdamW, or Muon for the projections of blocks and AdamW for the rest. Weight decay is on matrices alone: norms, A_log, dt_bias and
+    biases have fewer than two dimensions."""
     matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
     others = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return Adam([group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    options: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps, "fused": True}
+    projections: list[nn.Parameter] = []
+    if config.name == "muon":
+        linear = {id(module.weight) for module in model.model.layers.modules() if isinstance(module, nn.Linear)}
+        projections = [p for p in matrices if id(p) in linear]
+        matrices = [p for p in matrices if id(p) not in linear]
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+        {"params": projections, "weight_decay": config.weight_decay, "momentum": config.momentum},
+    ]
+    groups = [group for group in groups if group["params"]]
+    return AdamWithMuon(groups, **options) if projections else Adam(groups, **options)
 
 
 def learning_rate(config: TrainConfig, tokens: int) -> float:
-    """The learning rate after so many tokens: from start_lr up a line to lr, then down half a cosine to final_lr."""
+    """The learning rate after so many tokens: from start_lr up a line to lr, then down half a cosine, or at the end a line, to final_lr."""
     schedule, peak = config.schedule, config.optim.lr
     if tokens < schedule.warmup_tokens:
         return schedule.start_lr + (peak - schedule.start_lr) * tokens / schedule.warmup_tokens
+    if schedule.shape == "wsd":
+        left = max(0.0, 1 - tokens / config.token_budget)
+        part = min(1.0, left / schedule.decay_fraction) if schedule.decay_fraction else 1.0
+        return schedule.final_lr + (peak - schedule.final_lr) * part
     progress = min(1.0, (tokens - schedule.warmup_tokens) / max(1, config.token_budget - schedule.warmup_tokens))
     return schedule.final_lr + (peak - schedule.final_lr) * 0.5 * (1 + math.cos(math.pi * progress))
 

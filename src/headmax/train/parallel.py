@@ -28,10 +28,32 @@ class World:
     device: torch.device
     host_group: dist.ProcessGroup | None
     """For messages, beside the training."""
+    context_group: dist.ProcessGroup | None = None
+    """The ranks that hold the pieces of the same sequences, next to each other; None where each holds whole ones."""
 
     @property
     def main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def pieces(self) -> int:
+        """How many ranks share a sequence."""
+        return 1 if self.context_group is None else self.context_group.size()
+
+    @property
+    def piece(self) -> int:
+        """Which of them this one is."""
+        return self.rank % self.pieces
+
+    @property
+    def data_size(self) -> int:
+        """How many shares of a batch there are."""
+        return self.size // self.pieces
+
+    @property
+    def data_rank(self) -> int:
+        """Which of them is this rank's."""
+        return self.rank // self.pieces
 
     def sum(self, x: Tensor) -> Tensor:
         """x added up over all ranks, in place."""
@@ -67,9 +89,17 @@ def find_device(name: str | None, source: str = "") -> torch.device:
     return torch.device(kind)
 
 
+def check_pieces(size: int, context: int) -> None:
+    """Raises where the processes are not a multiple of those that share a sequence."""
+    if size % context:
+        raise ValueError(f"parallel.context {context} must divide the number of processes, got {size}: start them with torchrun")
+
+
 @contextlib.contextmanager
-def join(device: str | None) -> Iterator[World]:
-    """The world that torchrun's environment describes; its process group ends with the block unless it was there before."""
+def join(device: str | None, context: int = 1) -> Iterator[World]:
+    """The world that torchrun's environment describes; its process group ends with the block unless it was there before.
+
+    `context` ranks share each sequence."""
     mine = find_device(device)
     if mine.type == "cuda":
         torch.cuda.set_device(mine)
@@ -77,10 +107,14 @@ def join(device: str | None) -> Iterator[World]:
     if not there and int(os.environ.get("WORLD_SIZE", 1)) > 1:
         dist.init_process_group("cpu:gloo,cuda:nccl" if mine.type == "cuda" else "gloo")
     if not dist.is_initialized():
+        check_pieces(1, context)
         yield World(0, 1, mine, None)
         return
     try:
-        yield World(dist.get_rank(), dist.get_world_size(), mine, dist.new_group(backend="gloo"))
+        size = dist.get_world_size()
+        check_pieces(size, context)
+        group = init_device_mesh(mine.type, (size // context, context)).get_group(1) if context > 1 else None
+        yield World(dist.get_rank(), size, mine, dist.new_group(backend="gloo"), group)
     finally:
         if not there:
             dist.destroy_process_group()
@@ -106,6 +140,7 @@ class Replica:
 
     def __init__(self, model: HeadmaxForCausalLM, config: TrainConfig, world: World) -> None:
         nn.Module.to(model, world.device).train()
+        model.model.set_context_group(world.context_group)
         self.model, self.module, self.world = model, cast(nn.Module, model), world
         narrow = config.compute.precision == "bfloat16"
         self.autocast = torch.autocast(world.device.type, torch.bfloat16, enabled=narrow)

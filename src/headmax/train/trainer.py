@@ -64,7 +64,7 @@ def training(
     words = {} if tokenizer is None else {"tokenizer.json": durable.read_text(tokenizer / "tokenizer.json")}
     if tokenizer is not None and (tokenizer / CHAT_TEMPLATE).is_file():
         words[CHAT_TEMPLATE] = durable.read_text(tokenizer / CHAT_TEMPLATE)
-    with join(config.device) as world, sole_run(out, world), own_randomness(world.device), one_process_is_meant():
+    with join(config.device, config.parallel.context) as world, sole_run(out, world), own_randomness(world.device), one_process_is_meant():
         try:
             trainer = Trainer(model, config, source, validation, out, world, start or {}, show or (lambda line: None))
             for name, text in words.items() if world.main else ():
@@ -232,16 +232,25 @@ class Trainer:
         device = self.world.device
         items = self.world.sum(torch.full((), sum(map(predicted, batches)), device=device, dtype=torch.float32)).clamp(min=1)
         for n, batch in enumerate(batches):
-            ids, labels, packing = to(batch, device)
+            ids, labels, *others = to(batch, device)
             with self.replica.micro_step(last=n == len(batches) - 1):
-                yield (ids, labels, items / self.world.size, *(() if packing is None else (packing,)))
+                yield (ids, labels, items / self.world.size, *(others if any(x is not None for x in others) else ()))
 
-    def add_gradients(self, input_ids: Tensor, labels: Tensor, items: Tensor, packing: Packing | None = None) -> Tensor:
+    def add_gradients(
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        items: Tensor,
+        packing: Packing | None = None,
+        position_ids: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+    ) -> Tensor:
         """Forward and backward of a micro-batch; its loss, a part of the mean over `items`."""
+        piece = {} if shift_labels is None else {"position_ids": position_ids, "shift_labels": shift_labels}
         balanced = self.config.gate_balance > 0
         with self.replica.autocast:
             output = self.replica.module(
-                input_ids=input_ids, labels=labels, cu_seqlens=packing, num_items_in_batch=items, return_gates=balanced
+                input_ids=input_ids, labels=labels, cu_seqlens=packing, num_items_in_batch=items, return_gates=balanced, **piece
             )
         objective = output.loss
         if balanced:
@@ -330,6 +339,7 @@ class Trainer:
 
     def close(self) -> None:
         self.replayed = self.replayed_update = None  # they hold the trainer, and with it the optimizer
+        self.model.model.set_context_group(None)
         if self.log is not None:
             self.log.close()
         self.checkpoints.sealer.shutdown()
@@ -344,8 +354,9 @@ def describe(model: HeadmaxConfig) -> dict[str, Any]:
 def refuse_changes(before: dict[str, dict[str, Any]], now: dict[str, dict[str, Any]], out: Path) -> None:
     """Raises where a run would go on as another one."""
     names = {"model": "model.", "train": "", "data": "the data's "}
-    model = before["model"]  # a field that a later version added has had its default
+    model, defaults = before["model"], decisive(TrainConfig())  # a field that a later version added has had its default
     before = before | {"model": {name: model.get(name, getattr(HeadmaxConfig, name, None)) for name in {*model, *now["model"]}}}
+    before["train"] = json.loads(json.dumps(defaults)) | before["train"]
     changed = [
         f"{prefix}{name} was {before[part].get(name)!r}, is {now[part].get(name)!r}"
         for part, prefix in names.items()

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from headmax.fields import Positive
 from headmax.layers.fusion import intact
@@ -17,6 +18,7 @@ from headmax.layers.mixers.config import MixerConfig, Width
 from headmax.layers.norm import RMSNorm
 from headmax.layers.packed_attention import packed_attention
 from headmax.layers.rotary import Rotary, RotarySettings, rotate
+from headmax.ops.context import up_to_here
 from headmax.ops.packing import Packing
 
 
@@ -130,6 +132,9 @@ class AttentionConfig(MixerConfig):
 class Attention(nn.Module):
     """softmax(q k^T / sqrt(d)) v per head, with rotary positions."""
 
+    context_group: ProcessGroup | None = None
+    """Ranks that hold a piece of every sequence each, in their order and of one length; keys and values go to all of them."""
+
     def __init__(
         self,
         hidden_size: int,
@@ -169,6 +174,10 @@ class Attention(nn.Module):
         """x [B,T,E] → MixerOutput. `mask` is 0 at padded keys, [B, seen + T], or a finished [B or 1, 1, T, seen + T]."""
         if packing is not None and (return_state or state is not None):
             raise ValueError("Attention: packed sequences leave no state, whose keys could not be told apart: run them one by one")
+        if self.context_group is not None and (return_state or state is not None or mask is not None):
+            raise ValueError("context_group: pieces of sequences take no state and no mask, and leave no state")
+        if self.context_group is not None and packing is None and positions is None:
+            raise ValueError("Attention: positions must be given with a context_group, those of this rank's tokens, [batch or 1, time]")
         past = state.keys.shape[2] if isinstance(state, AttentionState) else 0
         if positions is None:
             start = torch.arange(past, past + x.shape[1], device=x.device)
@@ -196,6 +205,11 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, rotary), rotate(k, rotary)
+        if self.context_group is not None:
+            time = q.shape[1]
+            k, v = up_to_here(torch.stack([k, v], 2), self.context_group).unbind(2)
+            o, state = packed_attention(q, k, v, packing, self.window), AttentionState(k[:, -time:], v[:, -time:])
+            return o.flatten(2) if gate is None else o.flatten(2) * gate.sigmoid(), state
         fresh = state is None or (isinstance(state, AttentionState) and not state.keys.shape[2])
         if packing is not None or (self.window is not None and fresh and mask is None):
             o, state = packed_attention(q, k, v, packing, self.window), AttentionState(k.transpose(1, 2), v.transpose(1, 2))

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from headmax.layers.fusion import intact
 from headmax.layers.head_gate import HeadGate, HeadGateConfig
@@ -17,7 +18,7 @@ from headmax.layers.norm import OutputNorm, RMSNorm, apply_gates, read_out
 from headmax.layers.padding import Padding
 from headmax.layers.projection import product_matrices
 from headmax.layers.rotary import Rotary, RotarySettings
-from headmax.layers.short_conv import ShortConvolution
+from headmax.layers.short_conv import ShortConvolution, inputs_before
 from headmax.ops.packing import Packing
 from headmax.ops.spec import Case
 from headmax.ops.step import Op, step
@@ -194,6 +195,8 @@ class RecurrentMixer(Initialized):
     """Names of further projections that a subclass's recurrence takes."""
     single: tuple[str, ...] = ("k_proj", "v_proj", "g_proj", "o_proj")
     """Names of the projections that have a product of their own where fused ones share theirs."""
+    context_group: ProcessGroup | None = None
+    """Ranks that hold a piece of every sequence each, in their order."""
 
     def __init__(
         self,
@@ -261,6 +264,8 @@ class RecurrentMixer(Initialized):
 
         Slots move on in place; a state stays as it is, and another one is returned.
         """
+        if self.context_group is not None and (state is not None or mask is not None):
+            raise ValueError("context_group: pieces of sequences take no state and no mask; pack sequences and leave padding out")
         padding = Padding.of(mask) if isinstance(mask, Tensor) else mask
         if padding is not None and padding.empty:
             return MixerOutput(torch.zeros_like(x), state, None)
@@ -277,6 +282,8 @@ class RecurrentMixer(Initialized):
             o, new_state = step(op, *inputs, state=state.recurrent, **options), state.moved_on(p.conv)
         else:
             initial = None if state is None else state.recurrent
+            if self.context_group is not None:
+                options["context_group"] = self.context_group
             o, recurrent = op(*inputs, initial_state=initial, return_state=keep, cu_seqlens=packing, **options)
             new_state = None if recurrent is None else RecurrentState(recurrent, p.conv, p.tokens)
         output = MixerOutput(self.read_out(o, p, norm_gate, weights), new_state, (p.read, p.write))
@@ -357,10 +364,19 @@ class RecurrentMixer(Initialized):
         """q, k and v [B,T,...] after the short convolutions, if there are such."""
         if self.convs is None:
             return Convolved(list(qkv), (), None)
-        before = (None, None, None) if state is None else state.conv
+        before = self.inputs_before(qkv, state, packing)
         options = {"packing": packing, "return_state": return_state, "backend": self.backend}
         pairs = [conv(y, past, **options) for conv, y, past in zip(self.convs, qkv, before, strict=True)]
         return Convolved([y for y, _ in pairs], tuple(past for _, past in pairs), None)
+
+    def inputs_before(
+        self, qkv: Sequence[Tensor], state: RecurrentState | RecurrentSlots | None, packing: Packing | None
+    ) -> Sequence[Tensor | None]:
+        """The convolutions' inputs before q, k and v: those of the state, or of the rank before this one."""
+        if self.context_group is None:
+            return (None, None, None) if state is None else state.conv
+        joint = torch.cat(list(qkv), dim=-1)
+        return inputs_before(joint, self.conv_size, packing, self.context_group).split([y.shape[-1] for y in qkv], dim=-1)
 
     def recurrence(self, p: Projected) -> Recurrence:
         """The op, and its own inputs from p's q [B,T,H,K], k [B,T,H,K], v [B,T,HV,V] and side projections."""

@@ -89,7 +89,7 @@ class GatedDeltaNet(RecurrentMixer):
             return super().convolve(qkv, state, packing, return_state, fused)
         gate = self.head_gate
         scorers = (None, None) if gate is None or gate.source != "head" else (gate.read_weight, gate.write_weight)
-        before, options = (None, None, None) if state is None else state.conv, {"packing": packing, "backend": self.backend}
+        before, options = self.inputs_before(qkv, state, packing), {"packing": packing, "backend": self.backend}
         (q, read), (k, write) = (
             unit_convolution(y, conv.weight, scorer, self.num_heads, past, **options)  # type: ignore[arg-type]
             for y, conv, scorer, past in zip(qkv, self.convs, scorers, before, strict=False)

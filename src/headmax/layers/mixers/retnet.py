@@ -65,6 +65,8 @@ class RetNet(RecurrentMixer):
     def project(self, x: Tensor, *, positions: Tensor | Rotary | None, weights: Weights | None, **options: Any) -> Projected:
         """With q and k after feature map and rotation; fused, a kernel rotates them on their way out of one product with the scores."""
         tokens = None
+        if positions is None and self.context_group is not None and options["packing"] is None:
+            raise ValueError("RetNet: positions must be given with a context_group, those of this rank's tokens, [batch or 1, time]")
         if positions is None:
             positions, tokens = count_tokens(x, options["state"], options["packing"])
         rotary = positions if isinstance(positions, Rotary) else self.rotary.at(positions, x.dtype)

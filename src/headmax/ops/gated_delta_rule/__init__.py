@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from headmax.ops.checks import check_recurrence, check_shape, too_wide
+from headmax.ops.context import erasing, over_pieces
 from headmax.ops.gated_delta_rule import chunkwise, reference
 from headmax.ops.packing import Packing
 from headmax.ops.registry import dispatch, no_autocast, register_recurrence
@@ -15,6 +16,7 @@ from headmax.ops.triton_tiles import shared_memory
 
 if TYPE_CHECKING:
     from jaxtyping import Float
+    from torch.distributed import ProcessGroup
 
 register_recurrence(
     "gated_delta_rule",
@@ -51,6 +53,7 @@ def gated_delta_rule(
     initial_state: Float[Tensor, "sequences heads key value"] | None = None,
     return_state: bool = False,
     cu_seqlens: Tensor | Packing | None = None,
+    context_group: ProcessGroup | None = None,
     backend: str = "auto",
 ) -> tuple[Float[Tensor, "batch time heads value"], Float[Tensor, "sequences heads key value"] | None]:
     """S' = exp(log_decay_t) S_{t-1};  u_t = beta_t (write_gate_t v_t - k_t S');  S_t = S' + k_t^T u_t;  o_t = scale * (read_gate_t q_t) S_t
@@ -67,11 +70,14 @@ def gated_delta_rule(
         write_gate=write_gate,
         initial_state=initial_state,
         cu_seqlens=cu_seqlens,
+        context_group=context_group,
         value_heads=True,
     )
     for name, x in (("log_decay", log_decay), ("beta", beta)):
         check_shape("gated_delta_rule", name, x, "batch, time, heads", v.shape[:3], q.device)
-    run = dispatch("gated_delta_rule", backend, q, too_wide(q, v) or too_wide_for_the_gpu(q, q.dtype))
+    columns = 0 if context_group is None else q.shape[3]
+    run = dispatch("gated_delta_rule", backend, q, too_wide(q, v, columns) or too_wide_for_the_gpu(q, q.dtype))
+    run = over_pieces(run, context_group, erasing)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     with no_autocast(q.device):
         o, state = run(q, k, v, log_decay, beta, normalize_qk, read_gate, write_gate, scale, initial_state, packing, return_state)

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from headmax.ops.checks import check_recurrence, check_shape, too_wide
+from headmax.ops.context import decaying, over_pieces
 from headmax.ops.gla import chunkwise, reference
 from headmax.ops.packing import Packing
 from headmax.ops.registry import dispatch, no_autocast, register_recurrence
 
 if TYPE_CHECKING:
     from jaxtyping import Float
+    from torch.distributed import ProcessGroup
 
 register_recurrence("gla", reference.gla, chunkwise.gla, triton="triton_decayed:decayed_attention", fla="gla.fla:gla")
 
@@ -29,14 +31,23 @@ def gla(
     initial_state: Float[Tensor, "sequences heads key value"] | None = None,
     return_state: bool = False,
     cu_seqlens: Tensor | Packing | None = None,
+    context_group: ProcessGroup | None = None,
     backend: str = "auto",
 ) -> tuple[Float[Tensor, "batch time heads value"], Float[Tensor, "sequences heads key value"] | None]:
     """S_t = diag(exp(log_decay_t)) S_{t-1} + (write_gate_t k_t)^T v_t ;  o_t = scale * (read_gate_t q_t) S_t"""
     packing = check_recurrence(
-        "gla", q, k, v, read_gate=read_gate, write_gate=write_gate, initial_state=initial_state, cu_seqlens=cu_seqlens
+        "gla",
+        q,
+        k,
+        v,
+        read_gate=read_gate,
+        write_gate=write_gate,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        context_group=context_group,
     )
     check_shape("gla", "log_decay", log_decay, "batch, time, heads, key", q.shape, q.device)
-    run = dispatch("gla", backend, q, too_wide(q, v))
+    run = over_pieces(dispatch("gla", backend, q, too_wide(q, v)), context_group, decaying)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     with no_autocast(q.device):
         o, state = run(q, k, v, log_decay, read_gate, write_gate, scale, initial_state, packing, return_state)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from headmax.ops.checks import check_recurrence, check_shape, too_wide
+from headmax.ops.context import erasing, over_pieces
 from headmax.ops.gated_delta_rule import too_wide_for_the_gpu
 from headmax.ops.kda import chunkwise, reference
 from headmax.ops.packing import Packing
@@ -15,6 +16,7 @@ from headmax.ops.registry import dispatch, no_autocast, register_recurrence
 
 if TYPE_CHECKING:
     from jaxtyping import Float
+    from torch.distributed import ProcessGroup
 
 register_recurrence(
     "kda", reference.kda, chunkwise.kda, triton="gated_delta_rule.triton_chunk:gated_delta_rule", fla="gated_delta_rule.fla:kda"
@@ -35,6 +37,7 @@ def kda(
     initial_state: Float[Tensor, "sequences heads key value"] | None = None,
     return_state: bool = False,
     cu_seqlens: Tensor | Packing | None = None,
+    context_group: ProcessGroup | None = None,
     backend: str = "auto",
 ) -> tuple[Float[Tensor, "batch time heads value"], Float[Tensor, "sequences heads key value"] | None]:
     """S' = diag(exp(log_decay_t)) S_{t-1} ;  u_t = beta_t (write_gate_t v_t - k_t S') ;  S_t = S' + k_t^T u_t
@@ -46,12 +49,23 @@ def kda(
     `normalize_qk` first scales q and k to unit length, x / sqrt(|x|^2 + 1e-6).
     """
     packing = check_recurrence(
-        "kda", q, k, v, read_gate=read_gate, write_gate=write_gate, initial_state=initial_state, cu_seqlens=cu_seqlens, value_heads=True
+        "kda",
+        q,
+        k,
+        v,
+        read_gate=read_gate,
+        write_gate=write_gate,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        context_group=context_group,
+        value_heads=True,
     )
     check_shape("kda", "log_decay", log_decay, "batch, time, heads, key", (*v.shape[:3], q.shape[3]), q.device)
     check_shape("kda", "beta", beta, "batch, time, heads", v.shape[:3], q.device)
     computed_in = torch.float32 if q.dtype == torch.float16 else q.dtype  # by the kernels
-    run = dispatch("kda", backend, q, too_wide(q, v) or too_wide_for_the_gpu(q, computed_in))
+    columns = 0 if context_group is None else q.shape[3]
+    run = dispatch("kda", backend, q, too_wide(q, v, columns) or too_wide_for_the_gpu(q, computed_in))
+    run = over_pieces(run, context_group, erasing)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     with no_autocast(q.device):
         o, state = run(q, k, v, log_decay, beta, normalize_qk, read_gate, write_gate, scale, initial_state, packing, return_state)

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from headmax.ops.checks import check_recurrence, check_shape, too_wide
+from headmax.ops.context import decaying, over_pieces
 from headmax.ops.linear_attention import chunkwise, reference
 from headmax.ops.packing import Packing
 from headmax.ops.registry import dispatch, no_autocast, register_recurrence
 
 if TYPE_CHECKING:
     from jaxtyping import Float
+    from torch.distributed import ProcessGroup
 
 register_recurrence(
     "linear_attention",
@@ -35,6 +37,7 @@ def linear_attention(
     initial_state: Float[Tensor, "sequences heads key value"] | None = None,
     return_state: bool = False,
     cu_seqlens: Tensor | Packing | None = None,
+    context_group: ProcessGroup | None = None,
     backend: str = "auto",
 ) -> tuple[Float[Tensor, "batch time heads value"], Float[Tensor, "sequences heads key value"] | None]:
     """S_t = exp(log_decay_t) S_{t-1} + (write_gate_t k_t)^T v_t ;  o_t = scale * (read_gate_t q_t) S_t
@@ -50,6 +53,7 @@ def linear_attention(
         write_gate=write_gate,
         initial_state=initial_state,
         cu_seqlens=cu_seqlens,
+        context_group=context_group,
         value_heads=True,
     )
     if log_decay is not None:
@@ -57,7 +61,7 @@ def linear_attention(
             check_shape("linear_attention", "log_decay", log_decay, "heads", v.shape[2:3], q.device)
         else:
             check_shape("linear_attention", "log_decay", log_decay, "batch, time, heads", v.shape[:3], q.device)
-    run = dispatch("linear_attention", backend, q, too_wide(q, v))
+    run = over_pieces(dispatch("linear_attention", backend, q, too_wide(q, v)), context_group, decaying)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     with no_autocast(q.device):
         o, state = run(q, k, v, log_decay, read_gate, write_gate, scale, initial_state, packing, return_state)

@@ -1,0 +1,98 @@
+"""Parts that several jobs prepare: together they are what one process makes."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headmax.data.dataset import TokenShards
+from headmax.data.parts import Part, merge
+from headmax.data.prepare import PrepareConfig, prepare
+from headmax.data.shards import Index, verify
+from tests.data.corpus import documents, write
+
+
+def tokens(folder: Path, split: str) -> list[int]:
+    return [n for shard in Index.read(folder).splits[split] for n in np.fromfile(folder / f"{shard.name}.tokens", np.uint16).tolist()]
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Five files, one of them long: whole, and as three parts."""
+    folder, texts = tmp_path_factory.mktemp("parts"), documents(30)
+    for n, (first, last) in enumerate(((0, 2), (2, 20), (20, 21), (21, 28), (28, 30))):
+        write(folder / "in" / f"{n}.jsonl", texts[first:last])
+    prepare(PrepareConfig((str(folder / "in"),), valid_fraction=0.2), folder / "whole", workers=1)
+    for n in (1, 2, 3):
+        config = PrepareConfig((str(folder / "in"),), valid_fraction=0.2, shard_tokens=2000, part=f"{n}/3")
+        prepare(config, folder / f"part{n}", workers=1)
+    return folder
+
+
+def test_parts_together_are_what_one_process_makes(prepared: Path, tmp_path: Path) -> None:
+    parts, out = [prepared / f"part{n}" for n in (2, 3, 1)], tmp_path / "merged"
+    index = merge(parts, out)
+    assert verify(out) == index
+    for split in ("train", "valid"):
+        assert tokens(out, split) == tokens(prepared / "whole", split)
+        assert index.documents(split) == Index.read(prepared / "whole").documents(split)
+    one, other = (TokenShards(folder, length=32, seed=0).batch(range(4)).input_ids for folder in (prepared / "whole", out))
+    assert one.equal(other)
+    before = {file: file.stat().st_mtime_ns for file in out.iterdir()}
+    assert merge(parts, out) == index
+    assert prepare(PrepareConfig((str(prepared / "in"),), valid_fraction=0.2, shard_tokens=2000), out, workers=1) == index
+    assert before == {file: file.stat().st_mtime_ns for file in out.iterdir()}
+
+
+def test_a_merge_that_was_interrupted_goes_on(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts, links = [prepared / f"part{n}" for n in (1, 2, 3)], []
+
+    def fail(source: Path, target: Path) -> None:
+        links.append(target)
+        raise OSError if len(links) < 4 else KeyboardInterrupt  # copies three, as on another file system
+
+    monkeypatch.setattr("headmax.data.parts.os.link", fail)
+    with pytest.raises(KeyboardInterrupt):
+        merge(parts, tmp_path)
+    with pytest.raises(ValueError, match="half-written"):
+        Index.read(tmp_path)
+    monkeypatch.undo()
+    assert merge(parts, tmp_path) == verify(tmp_path)
+
+
+def test_parts_of_something_else_are_refused(prepared: Path, tmp_path: Path) -> None:
+    one, two, three = (prepared / f"part{n}" for n in (1, 2, 3))
+    for given, said in (
+        ((one, three), "part 2 of 3 is missing"),
+        ((one, two, three, prepared / "whole"), "whole: not a part"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            merge(given, tmp_path / "out")
+    other = PrepareConfig((str(prepared / "in"),), valid_fraction=0.3, shard_tokens=2000, part="2/3")
+    prepare(other, tmp_path / "other", workers=1)
+    with pytest.raises(ValueError, match="part 2 of 3, as"):
+        merge((one, two, tmp_path / "other"), tmp_path / "out")
+    with pytest.raises(ValueError, match="with other options than"):
+        merge((one, tmp_path / "other", three), tmp_path / "out")
+    with pytest.raises(ValueError, match="made with another part"):
+        prepare(PrepareConfig((str(prepared / "in"),), valid_fraction=0.3, shard_tokens=2000), tmp_path / "other", workers=1)
+    with pytest.raises(ValueError, match="5 files make at most 5 parts, got 6"):
+        prepare(PrepareConfig((str(prepared / "in"),), part="1/6"), tmp_path / "six", workers=1)
+
+
+@pytest.mark.parametrize("text", ["0/3", "4/3", "1", "a/b", "-1/2"])
+def test_a_part_is_a_number_of_parts(text: str) -> None:
+    with pytest.raises(ValueError, match="part must be number/parts"):
+        Part.of(text)
+
+
+def test_parts_share_out_the_bytes() -> None:
+    class Sized:
+        def __init__(self, size: int) -> None:
+            self.size, self.where = size, "file"
+
+    for sizes, parts in (([5, 1, 1, 1, 9], 3), ([0, 0, 0], 3), ([100, 1, 1], 2), ([1] * 10, 4), ([1, 1, 100], 3)):
+        inputs = [Sized(size) for size in sizes]
+        shares = [Part(n, parts).share(inputs) for n in range(1, parts + 1)]
+        assert [source for share in shares for source in share] == inputs
+        assert all(shares)

@@ -1,0 +1,26 @@
+"""Context parallelism of whole models: logits, gates, loss and all gradients are those of one process, in float64."""
+
+import pytest
+
+from tests.parallel.processes import run
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_model_over_pieces_is_the_model(ranks: int) -> None:
+    names = ["linear", "retnet", "gla", "gated_deltanet", "kda", "attention", "hybrid", "window"]
+    found = run("models", ranks, names, False)["errors"]
+    check(found)
+    assert {case.split("-")[0] for case in found} == {*names, "fused"}
+
+
+@pytest.mark.slow
+def test_compiled_blocks_work_on_pieces() -> None:
+    check(run("models", 2, ["gla", "kda", "hybrid", "window"], True, seconds=600)["errors"])
+
+
+def check(found: dict) -> None:
+    for case, errors in found.items():
+        over = {key: x for key, x in errors.items() if not x <= (1e-6 if key == "float32_loss" else 1e-8)}
+        assert not over, case
