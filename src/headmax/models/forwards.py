@@ -49,8 +49,8 @@ def boundaries(seq_idx: Tensor) -> Tensor:
 def causal_convolution(x: Tensor, conv: nn.Conv1d, activation: str, packing: Packing | None) -> Tensor:
     """The activation of the depthwise convolution of x [B,T,D], in which no token sees a later one or one of another sequence."""
     weight = conv.weight.squeeze(1)
-    if conv.bias is None and activation in ("silu", "swish"):
-        return short_convolution(x, weight, None, packing)
+    if activation in ("silu", "swish"):
+        return short_convolution(x, weight, None, packing, bias=conv.bias)
     before, bias = weight.shape[1] - 1, None if conv.bias is None else conv.bias.to(x.dtype)
 
     def convolve(row: Tensor) -> Tensor:
