@@ -34,12 +34,18 @@ def test_every_kernel_fits_data_center_cards(capability: int) -> None:
     assert set(re.findall(r"(\w+_kernel): \d+ KiB$", printed, flags=re.MULTILINE)) == KERNELS
 
 
+TENSOR_MEMORY = pytest.mark.xfail(raises=AssertionError, strict=True, reason="Triton 3.7.1: TritonNvidiaGPUOptimizeTMemLayouts fails")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
+@pytest.mark.parametrize(("capability", "dtype"), [
+    *((capability, dtype) for capability in (80, 86, 89, 90, 120) for dtype in ("bfloat16", "float32")),
+    pytest.param(100, "bfloat16", marks=TENSOR_MEMORY),
+    (100, "float32"),
+])  # fmt: skip
 def test_kernels_fit_all_cards_in_all_shapes(capability: int, dtype: str) -> None:
-    """99 KiB of shared memory on consumer cards, 227 on Blackwell's."""
+    """99 KiB of shared memory on consumer cards, 227 on a B200."""
     assert compiled(capability, "--dtypes", dtype).count("KiB") >= 100
 
 

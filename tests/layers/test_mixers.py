@@ -444,6 +444,7 @@ def test_the_kernel_of_the_convolution_to_unit_length(
     ("gla", {"conv_size": 0}, 6),  # k, v, swish gate, output, decay up, and one for q, decay down and scores
     ("retnet", {"conv_size": 0}, 4),  # v, swish gate, output, and one for q, k and scores
     ("gated_deltanet", {"num_v_heads": 8}, 5),  # k, v, swish gate, output, and one for q, decay and strength
+    ("mamba2", {"num_groups": 2}, 5),  # k, v, swish gate, output, and one for q and step
 ])  # fmt: skip
 @pytest.mark.parametrize("source", ["head", "hidden_heads", "hidden"])
 def test_a_fused_mixer_computes_what_its_modules_do(name: str, options: dict[str, Any], products: int, source: Any) -> None:
