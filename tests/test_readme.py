@@ -9,6 +9,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+import torch
 
 from headmax.cli.run import load, parse
 from headmax_cli.commands import HEADMAX
@@ -120,4 +121,6 @@ def test_the_code_of_the_guides_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     assert {"adapted", "packing", "log_decay"} <= set(run_guide("ecosystem.md"))
     assert [len(answer.tokens) for answer in run_guide("generation.md")["answers"]] == [5, 5, 5]
+    assert run_guide("parallel.md")["state"].shape == (1, 4, 16, 16)
+    torch.distributed.destroy_process_group()
     assert run_guide("choosing-gates.md")["after_norm"].read_position == "after_norm"
