@@ -10,7 +10,7 @@ from headmax.layers.packed_attention import pieces
 from headmax.models import onnx
 from tests.generate.checkpoint import make_model, tokens
 
-BOUNDS = torch.tensor([0, 20, 40])
+BOUNDS = torch.tensor([[0, 20, 40], [0, 20, 40]])
 SHAPES: dict[Any, tuple[Any, ...]] = {
     "chunk_scan": ((2, 5, 3, 4, 6), (2, 5, 3, 4, 1), (2, 3, 4, 6), (0,)),
     "delta_scan": ((2, 5, 3, 8, 6), (2, 5, 3, 8, 4), (2, 5, 3, 8, 4), (2, 5, 3, 4, 1), (2, 3, 4, 6), (0,)),
@@ -27,7 +27,7 @@ def test_operators_are_what_stands_for_them(name: str) -> None:
         found = zip(onnx.DECOMPOSITIONS[operator](*inputs), operator(*inputs), strict=True)
         assert all(torch.allclose(ours, exact, atol=1e-12) for ours, exact in found)
     else:
-        assert len(list(pieces(BOUNDS.tolist(), 7))) == 2
+        assert len(list(pieces(*BOUNDS.tolist(), 7))) == 2
         for window in (None, 7):
             ours, exact = onnx.packed_attention(*inputs, BOUNDS, window), operator(*inputs, BOUNDS, window)
             assert torch.allclose(ours, exact, atol=1e-12)
@@ -46,11 +46,11 @@ def test_unit_lower_triangles_are_solved_whatever_stands_on_and_above_the_diagon
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["linear", "retnet", "gla", "gated_deltanet", "kda", "hybrid"])
+@pytest.mark.parametrize("name", ["linear", "retnet", "gla", "gated_deltanet", "kda", "mamba2", "hybrid"])
 def test_a_prompt_and_then_tokens_one_by_one_in_onnxruntime(name: str, tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
-    model = make_model("gla", mixer=name) if name == "kda" else make_model(name)
+    model = make_model("gla", mixer=name) if name in ("kda", "mamba2") else make_model(name)
     text = torch.tensor([tokens(76), tokens(76, seed=1)])
     expected = model(text).logits.detach()
     prefill, step = (onnxruntime.InferenceSession(path) for path in onnx.export_onnx(model, tmp_path, length=70, batch=2))

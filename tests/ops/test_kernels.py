@@ -343,6 +343,17 @@ def test_auto_says_why_a_gpu_goes_without_kernels(monkeypatch: pytest.MonkeyPatc
     assert "'triton' is passed over: triton is not installed" in caplog.text
 
 
+def test_auto_goes_without_kernels_that_do_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_chosen", {})
+    monkeypatch.setattr(registry, "kernel_obstacle", lambda: None)
+    for compiles, expected in ((True, "triton"), (False, "chunkwise")):
+        monkeypatch.setattr(registry, "compiles_in_16_bits", lambda compiles=compiles: compiles)
+        chosen = registry.obstacles("gla", "cuda", torch.bfloat16)
+        assert next(name for name, reason in chosen.items() if reason is None) == expected
+        assert registry.obstacles("gla", "cuda", torch.float32)["triton"] is None
+        assert registry.obstacles("short_conv", "cuda", torch.bfloat16)["triton"] is None
+
+
 @pytest.mark.parametrize(
     ("major", "shared", "hip", "why"),
     [(7, 99, None, "compute capability 8.0"), (8, 64, None, "99 KiB of shared memory"), (9, 227, "6.4", "NVIDIA"), (9, 227, None, None)],

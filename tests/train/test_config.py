@@ -58,6 +58,7 @@ def test_weight_decay_is_on_matrices_alone(mixer: str) -> None:
         ({"schedule_final_lr": math.inf}, "schedule.final_lr must be finite, got inf"),
         ({"gate_balance": math.inf}, "gate_balance must be finite, got inf"),
         ({"sequence_length": 1}, "sequence_length must be at least 2, a token to read and one to predict, got 1"),
+        ({"parallel_shard": 2}, "parallel.shard goes with parallel.strategy fsdp, got 'ddp'"),
         ({"parallel_context": 0}, "parallel.context must be positive, got 0"),
         ({"parallel_context": 5}, "sequence_length 24 must be a multiple of parallel.context 5"),
         ({"parallel_context": 2, "gate_balance": 0.1}, "gate_balance does not go with parallel.context"),

@@ -149,9 +149,11 @@ def test_all_mixers_train_alike_on_pieces_of_sequences(ranks: int, tmp_path: Pat
     """On four processes two shares of the batch, in two pieces each, of sharded models; documents laid end to end cross the pieces."""
     plans = {name: {"model": {"mixer": name}} for name in ("gla", "retnet", "gated_deltanet", "kda")}
     plans["hybrid"] = {"model": {"mixer": ["gated_deltanet", "attention"]}}
+    plans["copies"] = {"model": {"mixer": "gla"}, "parallel_shard": ranks // 2}
     plans["packed"] = {"model": {"mixer": ["kda", "attention"]}, "documents": "separate"}
     spread = launch([{"out": str(tmp_path / f"{name}-spread"), **LR, **CONTEXT, **plan} for name, plan in plans.items()], ranks)
     for name, plan in plans.items():
+        plan.pop("parallel_shard", None)
         train(tmp_path / name, **LR, **plan, source=Walks(separate="documents" in plan))
     finish(spread)
     for name in plans:

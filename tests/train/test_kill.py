@@ -1,6 +1,8 @@
 """kill -9 at any moment, also inside the writing of a checkpoint: the run ends as if it had never been disturbed."""
 
+import os
 import random
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -13,7 +15,7 @@ from headmax.train.checkpoint import finished, step_of
 from headmax.train.metrics import read_lines
 from headmax.train.parallel import World
 from headmax.train.trainer import sole_run
-from tests.train.small import command, finish, losses, parameters, start, wait_for_step
+from tests.train.small import command, finish, losses, parameters, start, torchrun, wait_for_step
 
 EVERY = 4
 
@@ -68,6 +70,27 @@ def test_three_kills(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_twenty_kills(tmp_path: Path) -> None:
     disturb(tmp_path / "run", tmp_path / "whole", kills=20)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_torchrun_restarts_when_one_of_four_is_killed(tmp_path: Path) -> None:
+    """The others end within a minute, all start again and go on from the last checkpoint."""
+    spread = ["--parallel.strategy", "fsdp", "--parallel.shard", "2", "--max-steps", "30"]
+    disturbed, whole = tmp_path / "run", tmp_path / "whole"
+    finish(torchrun(*command(whole, *spread), ranks=4))
+    run = torchrun("--max-restarts", "2", *command(disturbed, *spread), ranks=4)
+    wait_for_step(disturbed, 9, run)
+    workers = subprocess.run(["pgrep", "-P", str(run.pid)], capture_output=True, text=True, check=True).stdout.split()
+    os.kill(int(workers[-1]), signal.SIGKILL)
+    killed = time.time()
+    output = finish(run)
+    lines = list(read_lines(disturbed / "metrics.jsonl"))
+    assert "on from step" in output
+    assert next(line["time"] for line in lines if line["time"] > killed + 1) - killed < 60
+    assert [line["step"] for line in lines] == list(range(1, 31))
+    assert losses(disturbed) == losses(whole)
+    assert torch.equal(parameters(disturbed), parameters(whole))
 
 
 def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:

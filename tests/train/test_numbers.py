@@ -16,7 +16,8 @@ from headmax.data.mqar import MQAR
 from headmax.train import LogConfig, OptimConfig
 from headmax.train.evaluate import Health, balance, evaluate
 from headmax.train.metrics import Log, read_lines, scalars, stability, summarize
-from headmax.train.parallel import Replica, World
+from headmax.train.parallel import World
+from headmax.train.parallelize import Replica
 from headmax.train.trainer import Trainer, fit
 from tests.train.small import Walks, losses, model_config, train, train_config
 

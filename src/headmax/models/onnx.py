@@ -38,9 +38,9 @@ def delta_scan(
 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, window: int | None) -> Tensor:
     """headmax::packed_attention of rows of one length."""
-    q, k, v = (x.unflatten(0, (bounds.shape[0] - 1, -1)).transpose(1, 2) for x in (q, k, v))
-    at = torch.arange(q.shape[2], device=q.device)
-    age = at[:, None] - at
+    q, k, v = (x.unflatten(0, (bounds.shape[1] - 1, -1)).transpose(1, 2) for x in (q, k, v))
+    at = torch.arange(k.shape[2], device=q.device)
+    age = at[k.shape[2] - q.shape[2] :, None] - at
     o = attend(q, k, v, age >= 0 if window is None else (age >= 0) & (age < window))
     return o.transpose(1, 2).flatten(0, 1)
 

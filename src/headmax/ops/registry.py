@@ -49,6 +49,12 @@ def kernel_obstacle() -> str | None:
     return None
 
 
+@functools.cache
+def compiles_in_16_bits() -> bool:
+    """Whether Triton (3.7) makes kernels of the recurrences for this machine's GPU; it fails for compute capability 10."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 10
+
+
 class Lazy:
     """A backend for CUDA devices whose module is imported on its first call: `Lazy("headmax.ops.gla.fla", "gla", needs="fla")`.
 
@@ -153,6 +159,8 @@ def _obstacle(op: str, name: str, device_type: str, dtype: torch.dtype, obstacle
         return None
     if dtype == torch.float64:
         return "it computes in float32, got torch.float64"
+    if device_type == "cuda" and "chunkwise" in _tables[op] and dtype.itemsize == 2 and not compiles_in_16_bits():
+        return f"Triton does not compile the recurrences for this GPU in {dtype}"
     return obstacle
 
 

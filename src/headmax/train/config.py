@@ -71,12 +71,16 @@ class ParallelConfig:
 
     strategy: Strategy = "ddp"
     """ddp replicates the model; fsdp (FSDP2) shards parameters, gradients and optimizer states."""
+    shard: int | None = None
+    """Processes over which fsdp shards a copy of the model, such as those of a node, with a copy for each so many; all unless given."""
     context: int = 1
     """Processes that share each sequence, a piece each; it divides their number and the sequence length."""
 
     def __post_init__(self) -> None:
         if self.strategy not in get_args(Strategy):
             raise ValueError(f"parallel.strategy must be {' or '.join(get_args(Strategy))}, got {self.strategy!r}")
+        if self.shard is not None and self.strategy != "fsdp":
+            raise ValueError(f"parallel.shard goes with parallel.strategy fsdp, got {self.strategy!r}")
 
 
 @dataclass(frozen=True)
@@ -196,7 +200,7 @@ class TrainConfig:
 LARGEST = 10**18
 """Of any whole number: a signed one of 64 bits holds it, and sums of a few."""
 POSITIVE = (
-    "parallel.context",
+    *("parallel.context", "parallel.shard"),
     *("token_budget", "sequence_length", "batch_tokens", "max_steps", "max_skipped_steps", "optim.lr", "optim.eps", "optim.grad_clip"),
     *("compute.micro_batch", "checkpoint.keep_last", "eval.sequences", "log.print_every"),
 )

@@ -15,7 +15,8 @@ from headmax.models.modeling import Gates
 from headmax.train.config import TrainConfig
 from headmax.train.feed import micro_batches, next_labels, piece_of, to
 from headmax.train.metrics import Line
-from headmax.train.parallel import Replica, World
+from headmax.train.parallel import World
+from headmax.train.parallelize import Replica
 
 DEAD = 0.1
 """A head is dead where its mean share is below this part of an even one."""

@@ -1,21 +1,18 @@
-"""One process or many: who takes part, on which device, and how a model is spread over them."""
+"""One process or many: who takes part, on which device, and who shares what."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
-from headmax.models import HeadmaxForCausalLM
 from headmax.train.config import TrainConfig
 
 
@@ -105,7 +102,11 @@ def join(device: str | None, context: int = 1) -> Iterator[World]:
         torch.cuda.set_device(mine)
     there = dist.is_initialized()
     if not there and int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if mine.type == "cuda" else "gloo")
+        # PyTorch 2.13: processes that torchrun starts again find the store of those before, and gloo connects to addresses that are gone.
+        store, rank, size = next(dist.rendezvous("env://"))
+        store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        backend = "cpu:gloo,cuda:nccl" if mine.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     if not dist.is_initialized():
         check_pieces(1, context)
         yield World(0, 1, mine, None)
@@ -123,62 +124,3 @@ def join(device: str | None, context: int = 1) -> Iterator[World]:
 def graphed(config: TrainConfig, world: World) -> bool:
     """Whether micro-steps are CUDA graphs."""
     return world.device.type == "cuda" and world.size == 1 and config.compute.cuda_graph is not False and not config.against_graphs
-
-
-def replicated(model: nn.Module) -> list[nn.Parameter]:
-    """What FSDP leaves whole and in float32: all but the matrices of linear layers and embeddings, which autocast rounds too.
-
-    Norms, biases, A_log, dt_bias, head gates and short convolutions are few, and A_log rounded to bfloat16 is another decay.
-    """
-    layers = (module for module in model.modules() if isinstance(module, nn.Linear | nn.Embedding))
-    matrices = {id(layer.weight) for layer in layers}
-    return [p for p in model.parameters() if id(p) not in matrices]
-
-
-class Replica:
-    """A model on this rank, ready to train: what to call, and in which precision."""
-
-    def __init__(self, model: HeadmaxForCausalLM, config: TrainConfig, world: World) -> None:
-        nn.Module.to(model, world.device).train()
-        model.model.set_context_group(world.context_group)
-        self.model, self.module, self.world = model, cast(nn.Module, model), world
-        narrow = config.compute.precision == "bfloat16"
-        self.autocast = torch.autocast(world.device.type, torch.bfloat16, enabled=narrow)
-        self.replicated: list[nn.Parameter] = []
-        """Parameters whose gradients are summed here, not by DDP or FSDP."""
-        if config.compute.activation_checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        compiled = config.compute.compile
-        if world.device.type == "cuda" if compiled is None else compiled:
-            model.model.compile_blocks()
-        if world.size > 1 and config.parallel.strategy == "ddp":
-            self.module = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        elif world.size > 1:
-            # Blocks' matrices travel in what the products compute in, gradients are summed in float32, and autocast alone casts
-            # activations: FSDP would also round the angles of rotary positions. The embedding stays float32, as a bfloat16 one
-            # would have its gradient rounded, which autocast does not do.
-            policy = MixedPrecisionPolicy(torch.bfloat16 if narrow else None, torch.float32, cast_forward_inputs=False)
-            mesh = init_device_mesh(world.device.type, (world.size,))
-            self.replicated = replicated(model)
-            ignored = set(self.replicated)
-            for block in model.model.layers:
-                fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=ignored)
-            fully_shard(model, mesh=mesh, mp_policy=replace(policy, param_dtype=None), ignored_params=ignored)
-
-    @contextlib.contextmanager
-    def micro_step(self, last: bool) -> Iterator[None]:
-        """Around forward and backward of a micro-step: gradients are summed over ranks in the last one alone."""
-        if isinstance(self.module, FSDPModule):
-            self.module.set_requires_gradient_sync(last)
-        with self.module.no_sync() if isinstance(self.module, DistributedDataParallel) and not last else contextlib.nullcontext():
-            yield
-        if last:
-            self.average_replicated()
-
-    def average_replicated(self) -> None:
-        """The mean over ranks of the gradients that FSDP leaves alone, in one message."""
-        gradients = [p.grad for p in self.replicated if p.grad is not None]
-        if gradients:
-            row = self.world.sum(torch.cat([gradient.flatten() for gradient in gradients])) / self.world.size
-            for gradient, mean in zip(gradients, row.split([gradient.numel() for gradient in gradients]), strict=True):
-                gradient.copy_(mean.view_as(gradient))

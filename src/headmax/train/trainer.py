@@ -30,7 +30,8 @@ from headmax.train.graph import Replayed, ReplayedUpdate
 from headmax.train.loading import CHAT_TEMPLATE, CHECKPOINTS, CONFIG, is_run
 from headmax.train.metrics import Line, Log, matmul_rate, memory, summarize
 from headmax.train.optim import build_optimizer, clip, learning_rate, step_unless
-from headmax.train.parallel import Replica, World, graphed, join
+from headmax.train.parallel import World, graphed, join
+from headmax.train.parallelize import Replica
 
 logger = logging.getLogger("headmax")
 

@@ -1,0 +1,94 @@
+"""A model spread over ranks, in this order:
+
+1. context: mixers learn which ranks hold the other pieces of their sequences. Nothing moves yet, and all that follows is as for whole
+   sequences, since a parameter's gradient is a sum over tokens, wherever they are;
+2. activation checkpointing, within what is compiled, so that the compiler sees what is computed twice;
+3. compilation, block by block: a block holds the exchanges of its own layers and nothing of 4, whose hooks stand around it;
+4. DDP or FSDP over all ranks, those that share a sequence among them: the same gradients are summed in one message. FSDP has a group for
+   each block, gathered before the block runs and freed after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from headmax.models import HeadmaxForCausalLM
+from headmax.train.config import TrainConfig
+from headmax.train.parallel import World
+
+
+def replicated(model: nn.Module) -> list[nn.Parameter]:
+    """What FSDP leaves whole and in float32: all but the matrices of linear layers and embeddings, which autocast rounds too.
+
+    Norms, biases, A_log, dt_bias, head gates and short convolutions are few, and A_log rounded to bfloat16 is another decay.
+    """
+    layers = (module for module in model.modules() if isinstance(module, nn.Linear | nn.Embedding))
+    matrices = {id(layer.weight) for layer in layers}
+    return [p for p in model.parameters() if id(p) not in matrices]
+
+
+def sharding(world: World, shard: int | None) -> DeviceMesh:
+    """All ranks, or copies of the model next to each other that are sharded over `shard` ranks each."""
+    if shard is None or shard == world.size:
+        return init_device_mesh(world.device.type, (world.size,))
+    if world.size % shard:
+        raise ValueError(f"parallel.shard {shard} must divide the number of processes, got {world.size}")
+    return init_device_mesh(world.device.type, (world.size // shard, shard), mesh_dim_names=("copy", "shard"))
+
+
+class Replica:
+    """A model on this rank, ready to train: what to call, and in which precision."""
+
+    def __init__(self, model: HeadmaxForCausalLM, config: TrainConfig, world: World) -> None:
+        nn.Module.to(model, world.device).train()
+        model.model.set_context_group(world.context_group)
+        self.model, self.module, self.world = model, cast(nn.Module, model), world
+        narrow = config.compute.precision == "bfloat16"
+        self.autocast = torch.autocast(world.device.type, torch.bfloat16, enabled=narrow)
+        self.replicated: list[nn.Parameter] = []
+        """Parameters whose gradients are summed here, not by DDP or FSDP."""
+        if config.compute.activation_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        compiled = config.compute.compile
+        if world.device.type == "cuda" if compiled is None else compiled:
+            model.model.compile_blocks()
+        if world.size > 1 and config.parallel.strategy == "ddp":
+            self.module = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        elif world.size > 1:
+            # Blocks' matrices travel in what the products compute in, gradients are summed in float32, and autocast alone casts
+            # activations: FSDP would also round the angles of rotary positions. The embedding stays float32, as a bfloat16 one
+            # would have its gradient rounded, which autocast does not do.
+            policy = MixedPrecisionPolicy(torch.bfloat16 if narrow else None, torch.float32, cast_forward_inputs=False)
+            mesh = sharding(world, config.parallel.shard)
+            self.replicated = replicated(model)
+            ignored = set(self.replicated)
+            for block in model.model.layers:
+                fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=ignored)
+            fully_shard(model, mesh=mesh, mp_policy=replace(policy, param_dtype=None), ignored_params=ignored)
+
+    @contextlib.contextmanager
+    def micro_step(self, last: bool) -> Iterator[None]:
+        """Around forward and backward of a micro-step: gradients are summed over ranks in the last one alone."""
+        if isinstance(self.module, FSDPModule):
+            self.module.set_requires_gradient_sync(last)
+        with self.module.no_sync() if isinstance(self.module, DistributedDataParallel) and not last else contextlib.nullcontext():
+            yield
+        if last:
+            self.average_replicated()
+
+    def average_replicated(self) -> None:
+        """The mean over ranks of the gradients that FSDP leaves alone, in one message."""
+        gradients = [p.grad for p in self.replicated if p.grad is not None]
+        if gradients:
+            row = self.world.sum(torch.cat([gradient.flatten() for gradient in gradients])) / self.world.size
+            for gradient, mean in zip(gradients, row.split([gradient.numel() for gradient in gradients]), strict=True):
+                gradient.copy_(mean.view_as(gradient))
