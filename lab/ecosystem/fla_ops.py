@@ -58,7 +58,7 @@ def adapt(op: Op) -> Callable[..., tuple[Tensor, Tensor | None]]:
         sides = [] if g is None else [decays(op, options, g)]
         if beta is not None:
             factor = 2 if options.pop("allow_neg_eigval", False) else 1
-            sides.append(beta.sigmoid() * factor if options.pop("use_beta_sigmoid_in_kernel", False) else beta)
+            sides.append(beta.float().sigmoid() * factor if options.pop("use_beta_sigmoid_in_kernel", False) else beta)
             options["normalize_qk"] = options.pop("use_qk_l2norm_in_kernel", False)
         state = options.pop("initial_state", None)
         keep = options.pop("output_final_state", False)
