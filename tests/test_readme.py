@@ -9,11 +9,8 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-<<<<<<< HEAD
-from transformers import AutoModelForCausalLM
-=======
 import torch
->>>>>>> parallel
+from transformers import AutoModelForCausalLM
 
 from headmax.cli.run import load, parse
 from headmax_cli.commands import HEADMAX
@@ -126,11 +123,8 @@ def test_the_code_of_the_guides_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     assert {"adapted", "packing", "log_decay"} <= set(run_guide("ecosystem.md"))
     assert [len(answer.tokens) for answer in run_guide("generation.md")["answers"]] == [5, 5, 5]
-<<<<<<< HEAD
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: build("qwen3_5_text"))
     assert {"logits", "merged"} <= set(run_guide("released-models.md"))
-=======
     assert run_guide("parallel.md")["state"].shape == (1, 4, 16, 16)
     torch.distributed.destroy_process_group()
->>>>>>> parallel
     assert run_guide("choosing-gates.md")["after_norm"].read_position == "after_norm"
