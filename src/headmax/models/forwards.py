@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -180,8 +181,9 @@ class Convolved(Forward):
         mixed = memory.convolve(mixed, self.conv1d, self.layer.activation)
         return self.mix(x, mixed, side, memory, attention_mask)
 
+    @abstractmethod
     def mix(self, x: Tensor, mixed: Tensor, side: list[Tensor], memory: Memory, mask: Tensor | None) -> Tensor:
-        raise NotImplementedError
+        """What the layer gives, from what its convolution gave and its other projections."""
 
 
 class GatedDelta(Convolved):
