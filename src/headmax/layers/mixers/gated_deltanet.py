@@ -96,8 +96,8 @@ class GatedDeltaNet(RecurrentMixer):
         )
         v, _ = self.convs[2](qkv[2], before[2], **options)
         scores = [score for score in (read, write) if score is not None]
-        conv = tuple(last_inputs(y, self.conv_size, past, packing) for y, past in zip(qkv, before, strict=True))
-        return Convolved([q, k, v], conv if return_state else (), torch.cat(scores, dim=-1) if scores else None, unit_length=True)
+        conv = tuple(last_inputs(y, self.conv_size, past, packing) for y, past in zip(qkv, before, strict=True)) if return_state else ()
+        return Convolved([q, k, v], conv, torch.cat(scores, dim=-1) if scores else None, unit_length=True)
 
     def recurrence(self, p: Projected) -> Recurrence:
         dtype = compute_dtype(p.q.dtype)
