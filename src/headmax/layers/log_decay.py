@@ -35,3 +35,21 @@ register("log_sigmoid", {"reference": _LogSigmoid.apply, "triton": _kernel})
 def log_sigmoid(x: Tensor, normalizer: float, backend: str = "auto") -> Tensor:
     """log(sigmoid(x)) / normalizer, in float32 (float64 for float64 x)."""
     return dispatch("log_sigmoid", backend, x)(x, normalizer)
+
+
+def _softplus_decay(x: Tensor, log_rate: Tensor, bias: Tensor) -> Tensor:
+    dtype = compute_dtype(x.dtype)
+    step = F.softplus(x.to(dtype) + bias.to(dtype)).unflatten(-1, (log_rate.shape[0], -1))
+    return (-log_rate.to(dtype).exp()[:, None] * step).flatten(-2)
+
+
+register(
+    "softplus_decay",
+    {"reference": _softplus_decay, "triton": Lazy("headmax.layers.triton_decay", "softplus_decay", needs="triton", interpreted=True)},
+)
+
+
+def softplus_decay(x: Tensor, log_rate: Tensor, bias: Tensor, backend: str = "auto") -> Tensor:
+    """-exp(log_rate) softplus(x + bias) of x [..., D] and bias [D], with a rate for each of H equal parts of x, [H]; in float32, or float64
+    for float64 x."""
+    return dispatch("softplus_decay", backend, x)(x, log_rate, bias)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Unpack
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headmax.layers.log_decay import softplus_decay
 from headmax.layers.mixers.base import Convolved, Projected, Recurrence, RecurrentMixer, RecurrentSlots, RecurrentState, StepTerms
 from headmax.layers.mixers.config import ConvSize, RecurrentConfig, Shared, Width
 from headmax.layers.short_conv import last_inputs, unit_convolution
@@ -100,9 +100,8 @@ class GatedDeltaNet(RecurrentMixer):
         return Convolved([q, k, v], conv, torch.cat(scores, dim=-1) if scores else None, unit_length=True)
 
     def recurrence(self, p: Projected) -> Recurrence:
-        dtype = compute_dtype(p.q.dtype)
-        a, b = (y.to(dtype) for y in p.side)
-        log_decay, beta = -self.A_log.to(dtype).exp() * F.softplus(a + self.dt_bias.to(dtype)), b.sigmoid()
+        a, b = p.side
+        log_decay, beta = softplus_decay(a, self.A_log, self.dt_bias, self.backend), b.to(compute_dtype(b.dtype)).sigmoid()
         return Recurrence(gated_delta_rule, (p.q, p.k, p.v, log_decay, beta), {"normalize_qk": not p.unit_length})
 
     def step_terms(self) -> StepTerms:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Unpack
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headmax.layers.log_decay import softplus_decay
 from headmax.layers.mixers.base import Projected, Recurrence, RecurrentMixer, StepTerms, Weights
 from headmax.layers.mixers.config import ConvSize, RecurrentConfig, Shared, Width
 from headmax.layers.mixers.gated_deltanet import initial_step
@@ -72,9 +72,9 @@ class KimiDeltaAttention(RecurrentMixer):
         return self.product("gate_up_proj", self.product("gate_down_proj", x, weights), weights)
 
     def recurrence(self, p: Projected) -> Recurrence:
-        dtype = compute_dtype(p.q.dtype)
-        step = F.softplus(self.decay_up_proj(p.side[0]).to(dtype) + self.dt_bias.to(dtype)).unflatten(-1, (self.num_heads, -1))
-        log_decay, beta = -self.A_log.to(dtype).exp()[:, None] * step, p.side[1].to(dtype).sigmoid()
+        low, b = p.side
+        log_decay = softplus_decay(self.decay_up_proj(low), self.A_log, self.dt_bias, self.backend).unflatten(-1, (self.num_heads, -1))
+        beta = b.to(compute_dtype(b.dtype)).sigmoid()
         return Recurrence(kda, (p.q, p.k, p.v, log_decay, beta), {"normalize_qk": True})
 
     def read_out(self, o: Tensor, p: Projected, read: Tensor | None, weights: Weights | None) -> Tensor:
