@@ -22,7 +22,7 @@ from headmax.bench.kernels import SPECS
 from headmax.bench.tune import WIDTHS
 from headmax.layers import triton_linear, triton_mixer
 from headmax.layers.block import Block
-from headmax.layers.log_decay import log_sigmoid
+from headmax.layers.log_decay import log_sigmoid, softplus_decay
 from headmax.layers.norm import WIDEST
 from headmax.layers.triton_block import block_step
 from headmax.layers.triton_conv import short_conv, unit_conv
@@ -203,6 +203,8 @@ def layer_calls(dtype: torch.dtype) -> Iterator[Call]:
         read = functools.partial(trained, read_out, o, *given, torch.ones(256), out, 1e-6)
         yield Call("read_out", read, once=given[0] is not None)
     yield Call("log_sigmoid", functools.partial(trained, log_sigmoid, o, 16.0, "triton"), once=True)
+    rows = torch.ones(1, 70, 256, dtype=dtype, requires_grad=True)
+    yield Call("softplus_decay", functools.partial(trained, softplus_decay, rows, torch.ones(2), torch.ones(256), "triton"), once=True)
     joint = torch.ones(1, 70, 640, dtype=dtype, requires_grad=True)
     yield Call("swiglu", functools.partial(trained, swiglu, joint, out[:, :320]), once=True)
     angles = torch.ones(1, 70, 1, 32)
