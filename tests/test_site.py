@@ -26,18 +26,21 @@ LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "vide
 
 
 class Tags(HTMLParser):
-    """What a page links, what it loads, and its anchors."""
+    """What a page links, what it loads, its anchors, and formulas such as <q_h, w_h> that were taken for tags."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.links: list[str] = []
         self.loaded: list[str] = []
+        self.formulas: list[str] = []
         self.anchors: set[str] = {"", "__skip"}
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         values = {name: value or "" for name, value in attrs}
         self.anchors |= {values[name] for name in ("id", "name") if name in values}
+        if not re.fullmatch("[a-z][a-z0-9-]*", tag):
+            self.formulas.append(tag)
         if tag == "a" and "href" in values:
             self.links.append(values["href"])
         if tag == "link" and values.get("rel") not in ("canonical", "next", "prev"):
@@ -57,10 +60,11 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def problems(folder: Path) -> list[str]:
-    """Dead links, dead anchors, and what pages load from other hosts."""
+    """Dead links, dead anchors, lost formulas, and what pages load from other hosts."""
     pages = {path.resolve(): Tags(path.read_text()) for path in folder.rglob("*.html") if path.name != "404.html"}
     found = []
     for path, page in pages.items():
+        found += [f"{path.name}: formula <{formula}> was lost" for formula in page.formulas]
         for link in [*page.links, *page.loaded]:
             parts = urlsplit(link)
             if parts.scheme or parts.netloc:
@@ -80,8 +84,15 @@ def test_no_link_is_dead_and_nothing_is_loaded_from_elsewhere(site: Path) -> Non
 
 
 def test_dead_links_are_found(tmp_path: Path) -> None:
-    (tmp_path / "a.html").write_text('<a href="b.html">, <a href="#c">, <h1 id="d">, <a href="#d">, <img src="https://example.org/e.png">')
-    assert problems(tmp_path) == ["a.html: no b.html", "a.html: no #c", "a.html loads https://example.org/e.png"]
+    (tmp_path / "a.html").write_text(
+        '<a href="b.html">, <a href="#c">, <h1 id="d">, <a href="#d">, <img src="https://example.org/e.png"> <q_h, w_h>'
+    )
+    assert problems(tmp_path) == [
+        "a.html: formula <q_h,> was lost",
+        "a.html: no b.html",
+        "a.html: no #c",
+        "a.html loads https://example.org/e.png",
+    ]
 
 
 @pytest.mark.parametrize("module", ["headmax", "headmax.ops", "headmax.layers", "headmax.models", "headmax.train", "headmax.generate"])

@@ -143,4 +143,4 @@ def _target(page: str, target: str) -> str:
 
 
 def _formula(match: re.Match) -> str:
-    return f'<div class="formula">{convert(match[1].strip(), display="block")}</div>'
+    return f'<div style="overflow-x: auto">{convert(match[1].strip(), display="block")}</div>'
