@@ -122,7 +122,8 @@ def sources(target: str) -> str:
 
 def _relinked(page: str, text: str) -> str:
     def there(match: re.Match) -> str:
-        return relpath(place(_target(page, match[1])), str(Path(page).parent))
+        to = place(_target(page, match[1]))
+        return match[1] if to == page else relpath(to, str(Path(page).parent))  # the notebook's own page links its file
 
     return LINK.sub(there, text)
 
