@@ -1,12 +1,12 @@
 PYTHON ?= python3
 # A change of EXTRAS alone does not rebuild .venv: make -B setup EXTRAS=train,plot,dev
-EXTRAS ?= train,eval,serve,plot,fla,dev
+EXTRAS ?= train,eval,serve,plot,fla,docs,dev
 PYTEST_FLAGS ?= -q
 
 BIN := .venv/bin
 CHECK_PYTHON := import sys; v = sys.version_info; v >= (3, 11) or sys.exit("headmax needs Python 3.11 or newer, $(PYTHON) is %d.%d" % v[:2] + "; name another: make PYTHON=python3.12")
 
-.PHONY: help setup environment demo test test-browser pictures lint types test-gpu wheel clean
+.PHONY: help setup environment demo test test-browser pictures lint types test-gpu docs docs-serve wheel clean
 .NOTPARALLEL:
 
 help: ## print this list
@@ -57,6 +57,12 @@ types: setup ## mypy
 # On the machine's own Python, not in .venv: that one holds torch for the CPU, while a CUDA machine comes with a torch that fits its driver.
 test-gpu: ## the tests that need a GPU, on the Python named by PYTHON, as it is installed
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu $(PYTEST_FLAGS)
+
+docs: setup ## build the documentation site in build/site
+	$(BIN)/python -m mkdocs build
+
+docs-serve: setup ## show the documentation site on 127.0.0.1:8001, anew after every change
+	$(BIN)/python -m mkdocs serve --dev-addr 127.0.0.1:8001 --watch README.md --watch CHANGELOG.md --watch src
 
 wheel: setup ## build dist/*.whl with the setuptools of .venv, so that nothing is downloaded
 	$(BIN)/python -m build --wheel --no-isolation

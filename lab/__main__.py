@@ -20,6 +20,7 @@ LAB = Program(
             Command("readme", "lab.cli.pages:readme", "Render the generated sections of the README and the docs."),
             Command("findings", "lab.cli.pages:findings", "Write the page of the study's findings from records."),
             Command("report", "lab.cli.pages:report", "Write the page of the reproduction from records."),
+            Command("notebook", "lab.cli.pages:notebook", "Run the notebook of the quickstart and keep its outputs."),
             Command("figures", "lab.cli.pages:figures", "Draw the paper's figures from records."),
         ),
         "Package": (Command("package", "lab.cli.pages:package", "Write the records that the package needs into it."),),

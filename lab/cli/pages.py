@@ -49,6 +49,19 @@ def findings(page: OutFile = Path("docs/findings.md"), records: OutFile = Path("
     print(f"lab: wrote {page}")
 
 
+def notebook(path: OutFile = Path("docs/quickstart.ipynb")) -> None:
+    """Run the notebook of the quickstart and keep its outputs.
+
+    Args:
+        path: the notebook, which is written over.
+    """
+    from headmax import durable
+    from lab.pages.notebook import execute
+
+    durable.write(path, execute(path))
+    print(f"lab: wrote {path}")
+
+
 def package() -> None:
     """Write the records that the package needs into it."""
     from lab.package import write

@@ -18,7 +18,7 @@ from headmax.ops import Packing
 
 import_outside_mixers()
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "HeadGateConfig",

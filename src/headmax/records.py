@@ -84,7 +84,7 @@ def current_commit() -> str:
         pass
     from headmax import __version__
 
-    return f"v{__version__}"
+    return f"headmax {__version__}"
 
 
 def append(path: Path, records: Iterable[Record]) -> None:

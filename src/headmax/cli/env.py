@@ -28,7 +28,7 @@ def env() -> None:
             return "not installed"
 
     rows = {name: installed(name) for name in PACKAGES}
-    if not commit.startswith("v"):
+    if not commit.startswith("headmax "):
         rows["headmax"] += f" (commit {commit})"
     rows["torch"] += f" (CUDA {torch.version.cuda or 'none'}, ROCm {torch.version.hip or 'none'})"
     print(f"{'Python':24}{platform.python_version()} on {platform.platform()}")
