@@ -229,4 +229,5 @@ def test_every_file_is_written_by_one_function() -> None:
         for call in calls
         if call in path.read_text() and str(path.relative_to(root)) not in ALLOWED
     }
-    assert found == {"data/documents.py: shutil.copy", 'data/folder.py: open("w', "study/needles.py: np.save"}
+    aside = {"data/documents.py: shutil.copy", "data/parts.py: shutil.copy", 'data/folder.py: open("w', "study/needles.py: np.save"}
+    assert found == aside | {"bench/serve.py: .save_pretrained("}  # renamed afterwards, or a temporary folder

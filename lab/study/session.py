@@ -180,6 +180,8 @@ class Session:
 
     def run(self, part: str, most: int | None = None) -> int:
         """Trains and records what is next and fits. How many trials that is."""
+        if part == "language" and self.texts is None:
+            raise ValueError("--data must name a folder that `python -m lab study data` wrote: language models train on text")
         number = 0
         while number != most:
             found = recorded(self.file)
@@ -247,8 +249,6 @@ class Session:
         """Trains, continues on needles and scores one trial."""
         begun = time.monotonic()
         text = trial.task is None
-        if text and self.texts is None:
-            raise ValueError("--data must name a folder that `python -m lab study data` wrote: language models train on text")
         source, validation = source_of(trial, self.texts)
         config = trial.train(0 if self.texts is None else self.texts.pass_steps)
         config = replace(config, device=self.device.type, checkpoint=replace(config.checkpoint, final=self.options.split))
