@@ -87,7 +87,7 @@ class RetNet(RecurrentMixer):
 
     def log_decay(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         """log γ_h, [heads]"""
-        return torch.log1p(-torch.exp2(-5 - torch.arange(self.num_heads, device=device, dtype=dtype)))
+        return torch.log1p(-torch.exp2(-5 - torch.arange(self.first_head, self.first_head + self.num_heads, device=device, dtype=dtype)))
 
     def step_terms(self) -> StepTerms:
         return StepTerms("retnet", self.config.feature_map)
