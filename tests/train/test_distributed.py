@@ -172,6 +172,7 @@ MESHES: dict[str, dict] = {
     "checkpointed-kda": {"model": {"mixer": "kda"}, "parallel_strategy": "fsdp", "compute_activation_checkpointing": True},
     "packed-hybrid": {"model": {"mixer": ["gated_deltanet", "attention"]}, "parallel_strategy": "fsdp", "documents": "separate"},
     "balanced": {"parallel_strategy": "fsdp", "gate_balance": 0.1},
+    "narrow": {"parallel_strategy": "fsdp", "model": {"mixer": "gated_deltanet"}, **NARROW},
     "muon": {"parallel_strategy": "fsdp", "optim_name": "muon"},
 }
 
@@ -184,7 +185,10 @@ def test_all_mixers_train_alike_with_their_heads_shared(tmp_path: Path) -> None:
         alone = {field: value for field, value in plan.items() if not field.startswith("parallel")}
         train(tmp_path / name, **LR, **alone, source=Walks(separate="documents" in plan))
     finish(spread)
-    for name in MESHES:
+    for name, plan in MESHES.items():
         one, other = (torch.tensor(losses(tmp_path / run)) for run in (name, f"{name}-spread"))
-        assert len(one) == STEPS
-        torch.testing.assert_close(other, one, rtol=2e-4, atol=0.0)
+        assert len(one) == plan.get("max_steps", STEPS)
+        if name == "narrow":  # partial sums are rounded to bfloat16 before they meet
+            torch.testing.assert_close(other[:, 1], one[:, 1], rtol=5e-4, atol=0.0)
+        else:
+            torch.testing.assert_close(other, one, rtol=2e-4, atol=0.0)
