@@ -60,6 +60,7 @@ def test_weight_decay_is_on_matrices_alone(mixer: str) -> None:
         ({"sequence_length": 1}, "sequence_length must be at least 2, a token to read and one to predict, got 1"),
         ({"parallel_shard": 2}, "parallel.shard goes with parallel.strategy fsdp, got 'ddp'"),
         ({"parallel_context": 0}, "parallel.context must be positive, got 0"),
+        ({"parallel_tensor": 0}, "parallel.tensor must be positive, got 0"),
         ({"parallel_context": 5}, "sequence_length 24 must be a multiple of parallel.context 5"),
         ({"parallel_context": 2, "gate_balance": 0.1}, "gate_balance does not go with parallel.context"),
         ({"parallel": "zero"}, "parallel.strategy must be ddp or fsdp, got 'zero'"),

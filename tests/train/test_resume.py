@@ -50,7 +50,7 @@ def test_a_run_of_0_1_resumes(whole: Path, tmp_path: Path) -> None:
     """Its config.json has "parallel": "fsdp" as a string, and so may a caller's TrainConfig."""
     train(tmp_path, max_steps=8)
     written = json.loads((tmp_path / "config.json").read_text())
-    assert written["train"]["parallel"] == {"strategy": "ddp", "shard": None, "context": 1}
+    assert written["train"]["parallel"] == {"strategy": "ddp", "shard": None, "context": 1, "tensor": 1}
     (tmp_path / "config.json").write_text(json.dumps(written | {"train": written["train"] | {"parallel": "fsdp"}}))
     load_model(tmp_path)
     train(tmp_path, max_steps=20, parallel="fsdp")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from headmax.layers.fusion import Fusion, fusion_enabled, intact
+from headmax.layers.head_parallel import run_mixer, run_mlp
 from headmax.layers.mixers import MIXERS, MixerOutput
 from headmax.layers.mixers.attention import AttentionSlots
 from headmax.layers.mixers.base import RecurrentSlots
@@ -24,6 +27,9 @@ LORA_TARGETS = tuple(dict.fromkeys(name for kind in MIXERS.values() for name in 
 class Block(GradientCheckpointingLayer):
     """`fused` says whether norms, projections and MLP run as fused ops: None is where kernels run, on a GPU."""
 
+    tensor_group: ProcessGroup | None = None
+    """Ranks that hold a share of the heads and of the MLP's columns each."""
+
     def __init__(
         self,
         mixer: nn.Module,
@@ -39,6 +45,12 @@ class Block(GradientCheckpointingLayer):
         self.mixer = mixer
         self.mlp_norm = RMSNorm(hidden_size, norm_eps, backend)
         self.mlp = SwiGLU(hidden_size, intermediate_size, backend)
+
+    def set_tensor_mesh(self, mesh: DeviceMesh) -> None:
+        """Mixer and MLP are from now on shared by the ranks of the mesh."""
+        self.tensor_group = mesh.get_group()
+        for part in (self.mixer, self.mlp):
+            part.set_tensor_mesh(mesh)  # type: ignore[operator]
 
     def fusion(self, x: Tensor) -> Fusion:
         """What runs fused on such an x: the parts that are as they were built."""
@@ -83,8 +95,7 @@ class Block(GradientCheckpointingLayer):
         """As the mixer's. Gates come only if asked for, since what a compiled block returns has a gradient to be filled with zeros."""
         norms, mixer, mlp, _ = self.fusion(x) if fusion is None else fusion
         residual, x = residual_norm(self.mixer_norm, x, None, norms)
-        x, state, gates = self.mixer(
-            x, state=state, return_state=return_state, positions=positions, packing=packing, mask=mask, fused=mixer
-        )
+        options = {"state": state, "return_state": return_state, "positions": positions, "packing": packing, "mask": mask}
+        x, state, gates = run_mixer(self.mixer, self.tensor_group, x, return_gates, fused=mixer, **options)
         residual, x = residual_norm(self.mlp_norm, residual, x, norms)
-        return MixerOutput(residual + self.mlp(x, mlp), state, gates if return_gates else None)
+        return MixerOutput(residual + run_mlp(self.mlp, self.tensor_group, x, mlp), state, gates if return_gates else None)

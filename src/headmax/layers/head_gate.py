@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Literal, Self, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from headmax.fields import suggest
 from headmax.layers.initialized import Initialized
@@ -88,6 +90,9 @@ class HeadGate(Initialized):
     "sigmoid" is (2 scale / H) sigmoid(temperature * score) and "uniform" scale / H, so that all kinds start from the same mean gate.
     """
 
+    tensor_group: ProcessGroup | None = None
+    """Ranks that score a share of the heads each, in their order; H is the number of all."""
+
     def __init__(
         self,
         *,
@@ -136,7 +141,18 @@ class HeadGate(Initialized):
 
     def hidden_rows(self, weight: Tensor) -> Tensor:
         """A gate's weight as a matrix on the hidden state [H,E], where that is what it scores."""
-        return weight if self.source == "hidden" else torch.block_diag(*weight)
+        if self.source == "hidden":
+            return weight
+        first, own = self.own_heads()
+        width = weight.shape[1]
+        return F.pad(torch.block_diag(*weight), (first * width, (self.num_heads - first - own) * width))
+
+    def own_heads(self) -> tuple[int, int]:
+        """This rank's first head, and how many it has."""
+        if self.tensor_group is None:
+            return 0, self.num_heads
+        own = self.num_heads // self.tensor_group.size()
+        return self.tensor_group.rank() * own, own
 
     def forward(
         self, q: Tensor, k: Tensor, x: Tensor, scores: Tensor | None = None, backend: str = "auto"
@@ -147,21 +163,24 @@ class HeadGate(Initialized):
         """
         if scores is not None:
             number = self.read + self.write
-            gates = split_gates(scores, number, self.temperature, self.scale, kind=self.kind, backend=backend)
+            factors, group = (self.temperature, self.scale), self.tensor_group
+            gates = split_gates(scores, number, *factors, kind=self.kind, backend=backend, tensor_group=group)
             return gates[0] if self.read else None, gates[-1] if self.write else None
         read = self._gate(q, x, self.read_weight, backend) if self.read else None
         write = self._gate(k, x, self.write_weight, backend) if self.write else None
         return read, write
 
     def _gate(self, heads: Tensor, x: Tensor, weight: Tensor | None, backend: str) -> Tensor:
+        first, own = self.own_heads()
         if weight is None:
-            return x.new_full((*x.shape[:2], self.num_heads), self.scale / self.num_heads, dtype=compute_dtype(x.dtype))
+            return x.new_full((*x.shape[:2], own), self.scale / self.num_heads, dtype=compute_dtype(x.dtype))
         kind: Literal["softmax", "sigmoid"] = "sigmoid" if self.kind == "sigmoid" else "softmax"
         if self.source == "head":
             scored = heads
         else:
-            scored = x if self.source == "hidden" else x.unflatten(-1, (self.num_heads, -1))
-        return head_gate(scored, weight, self.temperature, self.scale, kind=kind, backend=backend)
+            scored = x if self.source == "hidden" else x.unflatten(-1, (self.num_heads, -1))[:, :, first : first + own]
+        factors, group = (self.temperature, self.scale), self.tensor_group
+        return head_gate(scored, weight, *factors, kind=kind, backend=backend, tensor_group=group)
 
     def extra_repr(self) -> str:
         return f"heads={self.num_heads}, read={self.read}, write={self.write}, source={self.source}, kind={self.kind}, scale={self.scale:g}"

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
 
 from headmax.ops.checks import check_shape, compute_dtype
 from headmax.ops.registry import Lazy, dispatch, no_autocast, register
@@ -43,19 +50,20 @@ def _wide_mm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mm(a, b, out_dtype=dtype) if a.is_cuda and a.dtype != dtype else torch.mm(a.to(dtype), b.to(dtype))
 
 
-def _results(x: Tensor, weight: Tensor, labels: Tensor, wants_x: bool, wants_weight: bool, backend: str) -> tuple[Tensor, Tensor, Tensor]:
+def _results(
+    x: Tensor, weight: Tensor, labels: Tensor, wants_x: bool, wants_weight: bool, backend: str = ""
+) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, d_x and d_weight before the first token; a gradient that is not needed is empty."""
     dtype = compute_dtype(x.dtype)
     d_weight = torch.zeros_like(weight, dtype=dtype) if wants_weight else weight.new_empty(0)
     return x.new_zeros((), dtype=dtype), torch.empty_like(x) if wants_x else x.new_empty(0), d_weight
 
 
-@torch.library.custom_op("headmax::linear_cross_entropy", mutates_args=())
-def _forward(x: Tensor, weight: Tensor, labels: Tensor, wants_x: bool, wants_weight: bool, backend: str) -> tuple[Tensor, Tensor, Tensor]:
-    """The summed loss of x [N,E] @ weight.T [E,V], and its gradients, which cost least while the logits are there."""
-    rows = dispatch("cross_entropy", backend, x)
-    _check_labels(labels, weight.shape[0])
-    loss, d_x, d_weight = _results(x, weight, labels, wants_x, wants_weight, backend)
+def _by_pieces(
+    x: Tensor, weight: Tensor, labels: Tensor, wants_x: bool, wants_weight: bool, rows: Callable[[Tensor, Tensor], Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, d_x and d_weight, `rows` giving the loss of a piece's logits and turning them into their gradient."""
+    loss, d_x, d_weight = _results(x, weight, labels, wants_x, wants_weight)
     narrow, step = weight.to(x.dtype), max(1, LOGITS_AT_ONCE // weight.shape[0])
     with no_autocast(x.device):
         for start in range(0, x.shape[0], step):
@@ -67,6 +75,13 @@ def _forward(x: Tensor, weight: Tensor, labels: Tensor, wants_x: bool, wants_wei
             if wants_weight:
                 d_weight += _wide_mm(logits.T, x[piece], d_weight.dtype)
     return loss, d_x, d_weight
+
+
+@torch.library.custom_op("headmax::linear_cross_entropy", mutates_args=())
+def _forward(x: Tensor, weight: Tensor, labels: Tensor, wants_x: bool, wants_weight: bool, backend: str) -> tuple[Tensor, Tensor, Tensor]:
+    """The summed loss of x [N,E] @ weight.T [E,V], and its gradients, which cost least while the logits are there."""
+    _check_labels(labels, weight.shape[0])
+    return _by_pieces(x, weight, labels, wants_x, wants_weight, dispatch("cross_entropy", backend, x))
 
 
 _forward.register_fake(_results)
@@ -87,10 +102,48 @@ def _gradient(ctx, d_loss, *_):  # type: ignore[no-untyped-def]
 _forward.register_autograd(_gradient, setup_context=_save)
 
 
-def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor, backend: str = "auto") -> Tensor:
+def _rows_over_ranks(logits: Tensor, labels: Tensor, group: ProcessGroup) -> Tensor:
+    """As `_reference`, of this rank's part of the vocabulary: three numbers a token are sent."""
+    wide, tokens = logits.to(compute_dtype(logits.dtype)), logits.shape[-1]
+    top = wide.amax(-1, keepdim=True)
+    dist.all_reduce(top, dist.ReduceOp.MAX, group)
+    at = (labels - group.rank() * tokens).unsqueeze(-1)
+    mine, at, ignored = (at >= 0) & (at < tokens), at.clamp(0, tokens - 1), (labels == IGNORED).unsqueeze(-1)
+    powers = (wide - top).exp()
+    sums = torch.cat([powers.sum(-1, keepdim=True), wide.gather(-1, at) * mine], -1)
+    dist.all_reduce(sums, group=group)
+    total, predicted = sums.split(1, -1)
+    logits.copy_(powers.div_(total).scatter_add_(-1, at, -mine.to(powers.dtype)).masked_fill_(ignored, 0))
+    return (total.log() + top - predicted).masked_fill_(ignored, 0).squeeze(-1)
+
+
+class OverRanks(torch.autograd.Function):
+    """The summed loss where each rank has a part of the weight's rows, as many on each. Saves the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, group: ProcessGroup) -> Tensor:
+        rows = functools.partial(_rows_over_ranks, group=group)
+        wants_x, wants_weight, *_ = ctx.needs_input_grad
+        loss, d_x, d_weight = _by_pieces(x, weight, labels, wants_x, wants_weight, rows)
+        if wants_x:
+            dist.all_reduce(d_x, group=group)
+        ctx.dtypes = x.dtype if wants_x else None, weight.dtype if wants_weight else None
+        ctx.save_for_backward(d_x, d_weight)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
+        return _gradient(ctx, d_loss)[:4]
+
+
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, labels: Tensor, backend: str = "auto", tensor_group: ProcessGroup | None = None
+) -> Tensor:
     """Σ cross_entropy(x @ weight.T, labels) over the tokens whose label is not -100. x [..., E], weight [V, E], labels [...].
 
-    In float32, or float64 beside float64 x. Labels are moved to x's device.
+    In float32, or float64 beside float64 x. Labels are moved to x's device. With a `tensor_group` weight has this rank's tokens of the
+    vocabulary, as many on each rank.
     """
     check_shape("linear_cross_entropy", "weight", weight, "vocabulary, hidden", (weight.shape[0], x.shape[-1]))
     if labels.shape != x.shape[:-1] or labels.is_floating_point():
@@ -100,4 +153,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor, backend: str
         )
     wants = torch.is_grad_enabled()
     labels = labels.to(x.device, torch.int64).reshape(-1).contiguous()
+    if tensor_group is not None:
+        _check_labels(labels, weight.shape[0] * tensor_group.size())
+        return OverRanks.apply(x.reshape(-1, x.shape[-1]), weight, labels, tensor_group)
     return _forward(x.reshape(-1, x.shape[-1]), weight, labels, wants and x.requires_grad, wants and weight.requires_grad, backend)[0]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from headmax.layers.fusion import intact
+from headmax.layers.head_parallel import divide, shard_part
 from headmax.layers.projection import product_matrices
 from headmax.ops.registry import Lazy, dispatch, register
 
@@ -39,6 +41,11 @@ class SwiGLU(nn.Module):
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
+    def set_tensor_mesh(self, mesh: DeviceMesh) -> None:
+        """Its columns are from now on shared by the ranks of the mesh."""
+        divide("intermediate_size", self.gate_proj.out_features, mesh.size())
+        shard_part(self, mesh, "down_proj", ())
+
     def fusible(self) -> bool:
         return intact(self.gate_proj, self.up_proj, self.down_proj)
 
@@ -46,4 +53,4 @@ class SwiGLU(nn.Module):
         if not fused:
             return self.down_proj(swish_gate(self.up_proj(x), self.gate_proj(x)))
         joint, down = product_matrices(x, [[self.gate_proj.weight, self.up_proj.weight], [self.down_proj.weight]])
-        return dispatch("swiglu", self.backend, x)(F.linear(x, joint)[..., : 2 * self.gate_proj.out_features], down)
+        return dispatch("swiglu", self.backend, x)(F.linear(x, joint)[..., : 2 * len(self.gate_proj.weight)], down)

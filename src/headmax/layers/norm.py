@@ -8,6 +8,7 @@ from typing import Literal, get_args
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from headmax.fields import suggest
 from headmax.layers.initialized import Initialized
@@ -15,6 +16,7 @@ from headmax.layers.mlp import swish_gate
 from headmax.ops.checks import check_shape, compute_dtype
 from headmax.ops.registry import Lazy, dispatch, register
 from headmax.ops.sequential import gated
+from headmax.ops.tensor_parallel import copied, summed
 
 OutputNormKind = Literal["head", "joint", "none"]
 
@@ -112,6 +114,9 @@ class OutputNorm(nn.Module):
     again (see docs/derivation.md). "joint": all heads together, which keeps their proportions. "none": nothing.
     """
 
+    tensor_group: ProcessGroup | None = None
+    """Ranks that hold a share of the heads each."""
+
     def __init__(self, kind: OutputNormKind, num_heads: int, head_dim: int, eps: float, backend: str = "auto") -> None:
         super().__init__()
         if kind not in get_args(OutputNormKind):
@@ -123,4 +128,13 @@ class OutputNorm(nn.Module):
     def forward(self, o: Tensor) -> Tensor:
         if self.kind == "none":
             return o
+        if self.kind == "joint" and self.tensor_group is not None:
+            return self._over_ranks(o.flatten(2), self.tensor_group).view_as(o)
         return self.norm(o) if self.kind == "head" else self.norm(o.flatten(2)).view_as(o)
+
+    def _over_ranks(self, o: Tensor, group: ProcessGroup) -> Tensor:
+        """This rank's channels [B,T,C], normalised with those of all: one number a token is sent, and its gradient."""
+        wide = o.to(compute_dtype(o.dtype))
+        (squares,) = copied([summed(wide.square().sum(-1, keepdim=True), group)], group)
+        mean = squares / (o.shape[-1] * group.size())
+        return (wide * torch.rsqrt(mean + self.norm.eps) * self.norm.weight).to(o.dtype)

@@ -14,6 +14,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
@@ -21,6 +23,7 @@ from transformers.utils import can_return_tuple
 
 from headmax.layers.block import Block
 from headmax.layers.fusion import Fusion, fusion_enabled
+from headmax.layers.head_parallel import all_logits, divide, embed, shard_parameter
 from headmax.layers.initialized import Initialized
 from headmax.layers.loss import IGNORED, linear_cross_entropy
 from headmax.layers.mixers.attention import Attention, AttentionSlots, AttentionState
@@ -182,6 +185,7 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
             block.mlp.down_proj.init_factor = config.init_factor(config.down_init)  # type: ignore[union-attr]
         self.decoder = Decoder()
         self.context_group: ProcessGroup | None = None
+        self.tensor_group: ProcessGroup | None = None
         self.gradient_checkpointing = False
         self.compiler_limits: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.post_init()
@@ -260,7 +264,7 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
         """The rules of what may be given together, and what follows from it for the blocks."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
-        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        x = embed(self.embed_tokens, self.tensor_group, cast(Tensor, input_ids)) if inputs_embeds is None else inputs_embeds
         # embeddings are looked up in float32; the residual stream is what autocast computes in
         x = x.to(autocast_dtype(x.device) or x.dtype)
         batch, time, _ = x.shape
@@ -268,6 +272,10 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
             if use_cache or cache is not None:
                 raise ValueError("use_cache: pieces of sequences keep no states: pass use_cache=False and no past_key_values")
             self._check_piece(position_ids, cu_seqlens, attention_mask)
+            use_cache = False
+        if self.tensor_group is not None:
+            if use_cache or cache is not None:
+                raise ValueError("use_cache: ranks with a share of the heads keep no states: pass use_cache=False and no past_key_values")
             use_cache = False
         if cache is not None:
             adopt(cache, len(self.layers))
@@ -302,6 +310,14 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
         self.context_group = group
         for block in self.layers:
             block.mixer.context_group = group  # type: ignore[union-attr]
+
+    def set_tensor_mesh(self, mesh: DeviceMesh) -> None:
+        """Heads, columns of MLPs and vocabulary are from now on shared by the ranks of the mesh, whose inputs are the same."""
+        divide("vocab_size", self.config.vocab_size, mesh.size())
+        self.tensor_group = mesh.get_group()
+        shard_parameter(self.embed_tokens, "weight", mesh, 0)
+        for block in self.layers:
+            cast(Block, block).set_tensor_mesh(mesh)
 
     def _check_piece(self, position_ids: Tensor | None, packing: Tensor | Packing | None, attention_mask: Tensor | None) -> None:
         """What a piece of every sequence needs, and cannot have."""
@@ -384,6 +400,14 @@ class HeadmaxForCausalLM(HeadmaxPreTrainedModel, GenerationMixin):
         self._is_stateful = not all(self.model.uses_attention)
         self.post_init()
 
+    def set_tensor_mesh(self, mesh: DeviceMesh) -> None:
+        """As the model's; the last layer's vocabulary too."""
+        self.model.set_tensor_mesh(mesh)
+        if self.config.tie_word_embeddings:
+            self.tie_weights()
+        else:
+            shard_parameter(self.lm_head, "weight", mesh, 0)
+
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         return False
@@ -455,14 +479,15 @@ class HeadmaxForCausalLM(HeadmaxPreTrainedModel, GenerationMixin):
         hidden = output.last_hidden_state
         assert hidden is not None
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits, loss = None, None
+        logits: Any = None
+        loss = None
         plain = type(self.lm_head) is nn.Linear  # an adapter around it, such as LoRA's, must be called itself
         if skip_logits is None:
             skip_logits = self.training and labels is not None and plain
         elif skip_logits and labels is not None and not plain:
             raise ValueError(f"skip_logits=True takes the loss from lm_head's weight, but lm_head is a {type(self.lm_head).__name__}")
         if not skip_logits:
-            logits = self.lm_head(hidden[:, kept])
+            logits = all_logits(self.lm_head, self.model.tensor_group, hidden[:, kept])
             if labels is not None:
                 loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         elif labels is not None:
@@ -513,5 +538,8 @@ class HeadmaxForCausalLM(HeadmaxPreTrainedModel, GenerationMixin):
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
         shift_labels = shift_labels.to(x.device)
-        total = linear_cross_entropy(x, self.lm_head.weight, shift_labels, self.config.backend)
+        weight, group = self.lm_head.weight, self.model.tensor_group
+        if isinstance(weight, DTensor):
+            weight = weight.to_local()
+        total = linear_cross_entropy(x, weight, shift_labels, self.config.backend, group)
         return total / ((shift_labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch)

@@ -75,6 +75,8 @@ class ParallelConfig:
     """Processes over which fsdp shards a copy of the model, such as those of a node, with a copy for each so many; all unless given."""
     context: int = 1
     """Processes that share each sequence, a piece each; it divides their number and the sequence length."""
+    tensor: int = 1
+    """Processes that share the heads, the columns of each MLP and the vocabulary; it divides these, and the number of processes."""
 
     def __post_init__(self) -> None:
         if self.strategy not in get_args(Strategy):
@@ -200,7 +202,7 @@ class TrainConfig:
 LARGEST = 10**18
 """Of any whole number: a signed one of 64 bits holds it, and sums of a few."""
 POSITIVE = (
-    *("parallel.context", "parallel.shard"),
+    *("parallel.context", "parallel.tensor", "parallel.shard"),
     *("token_budget", "sequence_length", "batch_tokens", "max_steps", "max_skipped_steps", "optim.lr", "optim.eps", "optim.grad_clip"),
     *("compute.micro_batch", "checkpoint.keep_last", "eval.sequences", "log.print_every"),
 )

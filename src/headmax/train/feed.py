@@ -63,7 +63,8 @@ class Feed:
 
     def __init__(self, source: Source, config: TrainConfig, world: World) -> None:
         if config.batch_size % world.data_size:
-            shared = f" of which {config.parallel.context} share each sequence" if config.parallel.context > 1 else ""
+            sharing = world.size // world.data_size
+            shared = f" of which {sharing} share each sequence" if sharing > 1 else ""
             raise ValueError(
                 f"batch_tokens {config.batch_tokens} is {config.batch_size} sequences: not a multiple of {world.size} processes{shared}"
             )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import AdamW, Muon, Optimizer
@@ -16,14 +17,16 @@ from headmax.train.config import OptimConfig, TrainConfig
 
 
 def whole(x: Tensor) -> Tensor:
-    """A tensor that FSDP shares out, put together."""
+    """A tensor that is shared out, put together."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def by_kind(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Those that FSDP shares out, and whole ones: PyTorch's kernels for many tensors do not take both at once."""
-    shared: list[nn.Parameter] = [p for p in parameters if isinstance(p, DTensor)]
-    return [part for part in (shared, [p for p in parameters if not isinstance(p, DTensor)]) if part]
+    """Those that are shared out, by the ranks that share them, and whole ones: PyTorch's kernels for many tensors take one kind at once."""
+    kinds: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+    for p in parameters:
+        kinds.setdefault(p.device_mesh if isinstance(p, DTensor) else None, []).append(p)
+    return list(kinds.values())
 
 
 class Adam(AdamW):

@@ -26,7 +26,9 @@ class World:
     host_group: dist.ProcessGroup | None
     """For messages, beside the training."""
     context_group: dist.ProcessGroup | None = None
-    """The ranks that hold the pieces of the same sequences, next to each other; None where each holds whole ones."""
+    """The ranks that hold the pieces of the same sequences, as near each other as can be; None where each holds whole ones."""
+    tensor: int = 1
+    """How many ranks, next to each other, share the heads: they have the same tokens."""
 
     @property
     def main(self) -> bool:
@@ -40,17 +42,17 @@ class World:
     @property
     def piece(self) -> int:
         """Which of them this one is."""
-        return self.rank % self.pieces
+        return self.rank // self.tensor % self.pieces
 
     @property
     def data_size(self) -> int:
         """How many shares of a batch there are."""
-        return self.size // self.pieces
+        return self.size // (self.pieces * self.tensor)
 
     @property
     def data_rank(self) -> int:
         """Which of them is this rank's."""
-        return self.rank // self.pieces
+        return self.rank // (self.pieces * self.tensor)
 
     def sum(self, x: Tensor) -> Tensor:
         """x added up over all ranks, in place."""
@@ -86,17 +88,18 @@ def find_device(name: str | None, source: str = "") -> torch.device:
     return torch.device(kind)
 
 
-def check_pieces(size: int, context: int) -> None:
+def check_pieces(size: int, context: int, tensor: int) -> None:
     """Raises where the processes are not a multiple of those that share a sequence."""
-    if size % context:
-        raise ValueError(f"parallel.context {context} must divide the number of processes, got {size}: start them with torchrun")
+    if size % (context * tensor):
+        named = [f"parallel.{name} {number}" for name, number in (("context", context), ("tensor", tensor)) if number > 1]
+        raise ValueError(f"{' times '.join(named)} must divide the number of processes, got {size}: start them with torchrun")
 
 
 @contextlib.contextmanager
-def join(device: str | None, context: int = 1) -> Iterator[World]:
+def join(device: str | None, context: int = 1, tensor: int = 1) -> Iterator[World]:
     """The world that torchrun's environment describes; its process group ends with the block unless it was there before.
 
-    `context` ranks share each sequence."""
+    `context` ranks have a piece of each sequence, and `tensor` ranks a share of the heads each."""
     mine = find_device(device)
     if mine.type == "cuda":
         torch.cuda.set_device(mine)
@@ -108,14 +111,15 @@ def join(device: str | None, context: int = 1) -> Iterator[World]:
         backend = "cpu:gloo,cuda:nccl" if mine.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     if not dist.is_initialized():
-        check_pieces(1, context)
+        check_pieces(1, context, tensor)
         yield World(0, 1, mine, None)
         return
     try:
         size = dist.get_world_size()
-        check_pieces(size, context)
-        group = init_device_mesh(mine.type, (size // context, context)).get_group(1) if context > 1 else None
-        yield World(dist.get_rank(), size, mine, dist.new_group(backend="gloo"), group)
+        check_pieces(size, context, tensor)
+        shape = size // (context * tensor), context, tensor
+        group = init_device_mesh(mine.type, shape).get_group(1) if context > 1 else None
+        yield World(dist.get_rank(), size, mine, dist.new_group(backend="gloo"), group, tensor)
     finally:
         if not there:
             dist.destroy_process_group()

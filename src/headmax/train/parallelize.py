@@ -1,11 +1,13 @@
 """A model spread over ranks, in this order:
 
-1. context: mixers learn which ranks hold the other pieces of their sequences. Nothing moves yet, and all that follows is as for whole
+1. tensor: heads, MLP columns and vocabulary are split first, as all that follows takes a rank's piece of a parameter for the parameter;
+2. context: mixers learn which ranks hold the other pieces of their sequences. Nothing moves yet, and all that follows is as for whole
    sequences, since a parameter's gradient is a sum over tokens, wherever they are;
-2. activation checkpointing, within what is compiled, so that the compiler sees what is computed twice;
-3. compilation, block by block: a block holds the exchanges of its own layers and nothing of 4, whose hooks stand around it;
-4. DDP or FSDP over all ranks, those that share a sequence among them: the same gradients are summed in one message. FSDP has a group for
-   each block, gathered before the block runs and freed after it.
+3. activation checkpointing, within what is compiled, so that the compiler sees what is computed twice;
+4. compilation, block by block: a block holds the exchanges of its own layers and nothing of 5, whose hooks stand around it;
+5. DDP or FSDP over all ranks with the same piece of the parameters, those that share a sequence among them: the same gradients are summed
+   in one message. FSDP has a group for each block, gathered before the block runs and freed after it. DDP does not know pieces of
+   parameters: beside tensor parallelism its place takes FSDP over one process each, with copies over all the others.
 """
 
 from __future__ import annotations
@@ -16,13 +18,15 @@ from dataclasses import replace
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from headmax.models import HeadmaxForCausalLM
-from headmax.train.config import TrainConfig
+from headmax.train.config import ParallelConfig, TrainConfig
 from headmax.train.parallel import World
 
 
@@ -36,13 +40,14 @@ def replicated(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if id(p) not in matrices]
 
 
-def sharding(world: World, shard: int | None) -> DeviceMesh:
-    """All ranks, or copies of the model next to each other that are sharded over `shard` ranks each."""
-    if shard is None or shard == world.size:
-        return init_device_mesh(world.device.type, (world.size,))
-    if world.size % shard:
-        raise ValueError(f"parallel.shard {shard} must divide the number of processes, got {world.size}")
-    return init_device_mesh(world.device.type, (world.size // shard, shard), mesh_dim_names=("copy", "shard"))
+def ranks_of(world: World, parallel: ParallelConfig) -> DeviceMesh:
+    """Copies of the model, the ranks each is sharded over, and next to each other those that share its heads."""
+    ranks = world.size // world.tensor
+    shard = 1 if parallel.strategy == "ddp" else parallel.shard or ranks
+    if ranks % shard:
+        among = f" over parallel.tensor {world.tensor}" if world.tensor > 1 else ""
+        raise ValueError(f"parallel.shard {shard} must divide the number of processes{among}, got {ranks}")
+    return init_device_mesh(world.device.type, (ranks // shard, shard, world.tensor), mesh_dim_names=("copy", "shard", "tensor"))
 
 
 class Replica:
@@ -50,6 +55,9 @@ class Replica:
 
     def __init__(self, model: HeadmaxForCausalLM, config: TrainConfig, world: World) -> None:
         nn.Module.to(model, world.device).train()
+        mesh = ranks_of(world, config.parallel) if world.size > 1 else None
+        if mesh is not None and world.tensor > 1:
+            model.set_tensor_mesh(mesh["tensor"])
         model.model.set_context_group(world.context_group)
         self.model, self.module, self.world = model, cast(nn.Module, model), world
         narrow = config.compute.precision == "bfloat16"
@@ -61,19 +69,20 @@ class Replica:
         compiled = config.compute.compile
         if world.device.type == "cuda" if compiled is None else compiled:
             model.model.compile_blocks()
-        if world.size > 1 and config.parallel.strategy == "ddp":
+        if mesh is not None and world.tensor == 1 and config.parallel.strategy == "ddp":
             self.module = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        elif world.size > 1:
+        elif mesh is not None and world.size > world.tensor:
             # Blocks' matrices travel in what the products compute in, gradients are summed in float32, and autocast alone casts
             # activations: FSDP would also round the angles of rotary positions. The embedding stays float32, as a bfloat16 one
             # would have its gradient rounded, which autocast does not do.
             policy = MixedPrecisionPolicy(torch.bfloat16 if narrow else None, torch.float32, cast_forward_inputs=False)
-            mesh = sharding(world, config.parallel.shard)
+            spread = mesh["shard"] if mesh["copy"].size() == 1 else mesh["copy", "shard"]
+            self.alike = init_device_mesh(world.device.type, (world.size // world.tensor, world.tensor)).get_group(0)
             self.replicated = replicated(model)
             ignored = set(self.replicated)
             for block in model.model.layers:
-                fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=ignored)
-            fully_shard(model, mesh=mesh, mp_policy=replace(policy, param_dtype=None), ignored_params=ignored)
+                fully_shard(block, mesh=spread, mp_policy=policy, ignored_params=ignored)
+            fully_shard(model, mesh=spread, mp_policy=replace(policy, param_dtype=None), ignored_params=ignored)
 
     @contextlib.contextmanager
     def micro_step(self, last: bool) -> Iterator[None]:
@@ -86,9 +95,12 @@ class Replica:
             self.average_replicated()
 
     def average_replicated(self) -> None:
-        """The mean over ranks of the gradients that FSDP leaves alone, in one message."""
-        gradients = [p.grad for p in self.replicated if p.grad is not None]
+        """The mean of the gradients that FSDP leaves alone over the ranks with the same piece of the model, in one message."""
+        given = [p.grad for p in self.replicated if p.grad is not None]
+        gradients = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in given]
         if gradients:
-            row = self.world.sum(torch.cat([gradient.flatten() for gradient in gradients])) / self.world.size
+            row = torch.cat([gradient.flatten() for gradient in gradients])
+            dist.all_reduce(row, group=self.alike)
+            row /= self.alike.size()
             for gradient, mean in zip(gradients, row.split([gradient.numel() for gradient in gradients]), strict=True):
                 gradient.copy_(mean.view_as(gradient))

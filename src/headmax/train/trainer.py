@@ -65,7 +65,12 @@ def training(
     words = {} if tokenizer is None else {"tokenizer.json": durable.read_text(tokenizer / "tokenizer.json")}
     if tokenizer is not None and (tokenizer / CHAT_TEMPLATE).is_file():
         words[CHAT_TEMPLATE] = durable.read_text(tokenizer / CHAT_TEMPLATE)
-    with join(config.device, config.parallel.context) as world, sole_run(out, world), own_randomness(world.device), one_process_is_meant():
+    with (
+        join(config.device, config.parallel.context, config.parallel.tensor) as world,
+        sole_run(out, world),
+        own_randomness(world.device),
+        one_process_is_meant(),
+    ):
         try:
             trainer = Trainer(model, config, source, validation, out, world, start or {}, show or (lambda line: None))
             for name, text in words.items() if world.main else ():
@@ -255,7 +260,7 @@ class Trainer:
             )
         objective = output.loss
         if balanced:
-            share = input_ids.numel() * self.world.size / self.config.batch_tokens
+            share = input_ids.numel() * self.world.data_size / self.config.batch_tokens
             objective = objective + self.config.gate_balance * share * balance(output.gates)
         objective.backward()
         return output.loss.detach()

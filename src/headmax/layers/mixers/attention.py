@@ -10,9 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from headmax.fields import Positive
 from headmax.layers.fusion import intact
+from headmax.layers.head_parallel import divide, shard_part
 from headmax.layers.mixers.base import MixerOutput, head_width
 from headmax.layers.mixers.config import MixerConfig, Width
 from headmax.layers.norm import RMSNorm
@@ -224,6 +226,12 @@ class Attention(nn.Module):
                 state = AttentionState(k, v)
             o = attend(q, k, v, mask).transpose(1, 2)
         return o.flatten(2) if gate is None else o.flatten(2) * gate.sigmoid(), state
+
+    def set_tensor_mesh(self, mesh: DeviceMesh) -> None:
+        """Its heads are from now on shared by the ranks of the mesh, as many for each, in their order."""
+        for name, projection in (("heads", self.q_proj), ("key heads", self.k_proj)):
+            divide(f"the {name} of Attention", projection.out_features // self.head_dim, mesh.size())
+        shard_part(self, mesh, "o_proj", ("q_norm", "k_norm"))
 
     def flops(self, length: int) -> float:
         """Of scores and read-out, per token of a sequence of that length, forward."""

@@ -9,9 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from headmax.layers.fusion import intact
 from headmax.layers.head_gate import HeadGate, HeadGateConfig
+from headmax.layers.head_parallel import divide, shard_part
 from headmax.layers.initialized import Initialized
 from headmax.layers.mixers.config import RecurrentConfig
 from headmax.layers.norm import OutputNorm, RMSNorm, apply_gates, read_out
@@ -195,8 +197,12 @@ class RecurrentMixer(Initialized):
     """Names of further projections that a subclass's recurrence takes."""
     single: tuple[str, ...] = ("k_proj", "v_proj", "g_proj", "o_proj")
     """Names of the projections that have a product of their own where fused ones share theirs."""
+    shared: tuple[str, ...] = ()
+    """Names of the projections that are not of single heads."""
     context_group: ProcessGroup | None = None
     """Ranks that hold a piece of every sequence each, in their order."""
+    first_head: int = 0
+    """Of the model's, where ranks have a share of them each; `num_heads` and `num_v_heads` are then this rank's."""
 
     def __init__(
         self,
@@ -238,6 +244,19 @@ class RecurrentMixer(Initialized):
             hidden_size=self.q_proj.in_features, num_heads=self.num_v_heads, head_dim=self.head_k_dim, like=self.q_proj.weight
         )
         self.read_after_norm = config.read_position == "after_norm"
+
+    def set_tensor_mesh(self, mesh: DeviceMesh) -> None:
+        """Its heads are from now on shared by the ranks of the mesh, as many for each, in their order."""
+        group, ranks, norm = mesh.get_group(), mesh.size(), self.output_norm
+        if self.num_heads < self.num_v_heads:
+            divide(f"the key heads of {type(self).__name__}", self.num_heads, ranks)
+        self.num_heads = divide(f"the heads of {type(self).__name__}", self.num_heads, ranks)
+        self.num_v_heads //= ranks
+        self.first_head = group.rank() * self.num_v_heads
+        norm.tensor_group = group
+        if self.head_gate is not None:
+            self.head_gate.tensor_group = group
+        shard_part(self, mesh, "o_proj", (*self.shared, *(["output_norm"] if norm.kind == "head" else [])))
 
     def fusible(self) -> bool:
         """Whether its parts are as they were built, so that fused ops may take their weights."""

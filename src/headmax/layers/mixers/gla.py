@@ -38,7 +38,7 @@ class GLAConfig(FeatureMapConfig):
 class GatedLinearAttention(RecurrentMixer):
     """S_t = diag(α_t) S_{t-1} + (G^K_t k_t)^T v_t ;  o_t = (G^Q_t q_t) S_t,  with log α_t = logsigmoid(W_2 W_1 x_t + b) / 16"""
 
-    side = ("decay_down_proj",)
+    side = shared = ("decay_down_proj",)
     config: GLAConfig
 
     def __init__(self, hidden_size: int, num_heads: int, config: GLAConfig = GLAConfig(), **options: Unpack[Shared]) -> None:

@@ -48,6 +48,7 @@ class KimiDeltaAttention(RecurrentMixer):
     """
 
     side = ("decay_down_proj", "b_proj")
+    shared = ("decay_down_proj", "gate_down_proj")
     single = ("k_proj", "v_proj", "gate_down_proj", "gate_up_proj", "o_proj")
     config: KDAConfig
 

@@ -87,7 +87,8 @@ class RetNet(RecurrentMixer):
 
     def log_decay(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         """log γ_h, [heads]"""
-        return torch.arange(-5, -5 - self.num_heads, -1, device=device, dtype=dtype).exp2().neg().log1p()
+        first = -5 - self.first_head
+        return torch.arange(first, first - self.num_heads, -1, device=device, dtype=dtype).exp2().neg().log1p()
 
     def step_terms(self) -> StepTerms:
         return StepTerms("retnet", self.config.feature_map)

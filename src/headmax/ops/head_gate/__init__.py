@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from headmax.fields import suggest
 from headmax.ops.checks import check_shape
-from headmax.ops.head_gate import reference
+from headmax.ops.head_gate import across_ranks, reference
 from headmax.ops.registry import Lazy, dispatch, no_autocast, register
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def head_gate(
     *,
     kind: Literal["softmax", "sigmoid"] = "softmax",
     backend: str = "auto",
+    tensor_group: ProcessGroup | None = None,
 ) -> Float[Tensor, "batch time heads"]:
     """gate = scale * softmax(temperature * score, over heads), in float32 (float64 for float64 inputs).
 
@@ -38,6 +40,7 @@ def head_gate(
 
     x [B,T,H,D] with weight [H,D]: score_h = <x_h, weight_h>; with weight [n*H,D], head h of x scores the n gates from n*h on.
     x [B,T,E] with weight [H,E]: score = x @ weight.T.
+    With a `tensor_group` x and weight are of this rank's heads, as many on each rank, and the gates are over the heads of all of them.
     """
     if not isinstance(x, Tensor) or x.ndim not in (3, 4):
         got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
@@ -55,14 +58,25 @@ def head_gate(
         raise ValueError(f"head_gate: weight must have a multiple of x's {x.shape[2]} heads, got {gates}")
     _check_kind("head_gate", kind)
     with no_autocast(x.device):
+        if tensor_group is not None:
+            return across_ranks.head_gate(x, weight, temperature, scale, kind, tensor_group)
         return dispatch("head_gate", backend, x)(x, weight, temperature, scale, kind)
 
 
 def split_gates(
-    scores: Tensor, number: int, temperature: float = 1.0, scale: float = 1.0, *, kind: str = "softmax", backend: str = "auto"
+    scores: Tensor,
+    number: int,
+    temperature: float = 1.0,
+    scale: float = 1.0,
+    *,
+    kind: str = "softmax",
+    backend: str = "auto",
+    tensor_group: ProcessGroup | None = None,
 ) -> list[Tensor]:
-    """`number` gates [B,T,H] as `head_gate` has them, from scores [B,T,number*H] that a product gave together."""
+    """`number` gates [B,T,H] as `head_gate` has them, from scores [B,T,number*H] that a product gave together; one message for all."""
     _check_kind("split_gates", kind)
     if number < 1 or scores.shape[-1] % number:
         raise ValueError(f"split_gates: scores of {scores.shape[-1]} channels do not split into {number} gates")
+    if tensor_group is not None:
+        return across_ranks.split_gates(scores, number, temperature, scale, kind, tensor_group)
     return dispatch("split_gates", backend, scores)(scores, number, temperature, scale, kind)
