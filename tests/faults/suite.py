@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headmax import records
+from headmax.tables import Table
 from tests.faults import bad, disturbed, place
 from tests.faults.called import headmax
 
@@ -81,13 +82,26 @@ def sample(cases: Sequence[Case], count: int, seed: int) -> list[Case]:
     return random.Random(seed).sample(cases, count)
 
 
-def table(outcomes: Sequence[Outcome]) -> str:
-    """Markdown: a row for each kind of fault."""
-    lines = [f"| fault | cases | {' | '.join((*GOOD, *FAILED))} |", "|---|" + "---|" * (1 + len(GOOD) + len(FAILED))]
-    for kind in KINDS:
-        counts = Counter(outcome.verdict for outcome in outcomes if outcome.kind == kind)
-        lines.append(f"| {kind} | {counts.total()} | {' | '.join(str(counts[verdict]) for verdict in (*GOOD, *FAILED))} |")
-    return "\n".join(lines)
+def counted(outcomes: Sequence[Outcome], seed: int) -> list[records.Record]:
+    """A record for each kind of fault and what can become of it."""
+    record, counts = records.Recorder("faults", "cpu"), Counter((outcome.kind, outcome.verdict) for outcome in outcomes)
+    commands = {kind: len({outcome.case.command for outcome in outcomes if outcome.kind == kind}) for kind in KINDS}
+    return [
+        record(kind, "headmax", verdict, counts[kind, verdict], "cases", seed=seed, commands=commands[kind])
+        for kind in KINDS
+        for verdict in (*GOOD, *FAILED)
+    ]
+
+
+def table(found: Sequence[records.Record]) -> str:
+    """A row for each kind of fault and seed."""
+    shown = Table(["fault", "commands", "seed", "cases", *GOOD, *FAILED], align="l" + "r" * (3 + len(GOOD) + len(FAILED)))
+    counts = {(record.case, record.seed, record.metric): int(record.value) for record in found}
+    commands = {(record.case, record.seed): record.extra["commands"] for record in found}
+    for (kind, seed), several in commands.items():
+        row = [counts[kind, seed, verdict] for verdict in (*GOOD, *FAILED)]
+        shown.rows.append([kind, *map(str, (several, seed, sum(row), *row))])
+    return shown.markdown()
 
 
 def main() -> int:
@@ -96,7 +110,6 @@ def main() -> int:
     parser.add_argument("--command", help="cases of this command alone")
     parser.add_argument("--record", type=Path, help="append the counts to this file")
     given = parser.parse_args()
-    record = records.Recorder("faults", "cpu")
     with tempfile.TemporaryDirectory(prefix="headmax-faults-") as folder:
         template = place.make(Path(folder) / "place")
         cases = [case for case in all_of(given.seed) if given.command in (None, case.command)]
@@ -105,14 +118,8 @@ def main() -> int:
             outcomes.append(outcome)
             if outcome.verdict in FAILED:
                 print(f"{outcome.verdict}: {outcome.case.command}: {outcome.case.about}: {outcome.seen}", flush=True)
-    print(table(outcomes))
+    found = counted(outcomes, given.seed)
+    print(table(found))
     if given.record is not None:
-        counts = Counter((outcome.kind, outcome.verdict) for outcome in outcomes)
-        commands = len({case.command for case in cases})
-        found = [
-            record(kind, "headmax", verdict, counts[kind, verdict], "cases", seed=given.seed, commands=commands)
-            for kind in KINDS
-            for verdict in (*GOOD, *FAILED)
-        ]
         records.append(given.record, found)
     return int(any(outcome.verdict in FAILED for outcome in outcomes))

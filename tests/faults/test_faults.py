@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from headmax import records
 from headmax_cli.commands import COMMANDS
 from tests.faults import bad, disturbed, place, suite
 
@@ -40,6 +41,11 @@ def test_what_is_wrong_is_found(template: Path, tmp_path: Path) -> None:
     (shadow / "out").mkdir()
     writer = disturbed.WRITERS["eval tables"]
     assert [kind for kind, _ in disturbed.problems(template, shadow, writer, [{"t.md": ""}], [])] == ["lost", "wrong"]
+
+
+def test_the_table_of_the_docs_is_that_of_the_records() -> None:
+    root = Path(__file__).parents[2]
+    assert suite.table(list(records.read(root / "lab/results/faults.jsonl"))) in (root / "SECURITY.md").read_text()
 
 
 @pytest.mark.faults
