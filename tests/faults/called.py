@@ -12,10 +12,11 @@ import os
 import random
 import resource
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ for _name in (
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.faults.called"])
 
+LOCK = threading.Lock()
+"""Held while multiprocessing reads how a child ended: starting another in a second thread does so for all."""
 LIMIT = 90.0
 """Seconds after which a command hangs."""
 MEMORY = 16 * 2**30
@@ -123,19 +126,21 @@ class Process:
         self.words, self.began = tuple(map(str, words)), time.monotonic()
         self.pipes, theirs = zip(*(CONTEXT.Pipe(duplex=False) for _ in range(2)), strict=True)
         self.process = CONTEXT.Process(target=_child, args=(self.words, str(folder), stdin, disturbance, *theirs))
-        self.process.start()
+        with LOCK:
+            self.process.start()
         for pipe in theirs:
             pipe.close()
 
     def end(self, within: float = LIMIT) -> Called:
         """Waits, and kills it after that long."""
-        self.process.join(within)
-        late = self.process.is_alive()
+        late = not wait([self.process.sentinel], within)
         if late:
             self.process.kill()
+            wait([self.process.sentinel])
+        with LOCK:
             self.process.join()
-        texts = [self._read(pipe) for pipe in self.pipes]
-        return Called(self.words, None if late else self.process.exitcode, *texts, time.monotonic() - self.began)
+            code = None if late else self.process.exitcode
+        return Called(self.words, code, *(self._read(pipe) for pipe in self.pipes), time.monotonic() - self.began)
 
     def kill(self, after: float) -> Called:
         """As `end`, but that it was killed is not held against it."""
