@@ -6,7 +6,7 @@ PYTEST_FLAGS ?= -q
 BIN := .venv/bin
 CHECK_PYTHON := import sys; v = sys.version_info; v >= (3, 11) or sys.exit("headmax needs Python 3.11 or newer, $(PYTHON) is %d.%d" % v[:2] + "; name another: make PYTHON=python3.12")
 
-.PHONY: help setup environment demo test test-browser pictures lint types test-gpu docs docs-serve wheel clean
+.PHONY: help setup environment demo test test-faults test-browser pictures lint types test-gpu docs docs-serve wheel clean
 .NOTPARALLEL:
 
 help: ## print this list
@@ -35,6 +35,9 @@ demo: .venv/.demo ## train a small language model with plain, uniform and softma
 
 test: lint types ## lint, types and every test that needs no GPU, no browser and no long wait
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_FLAGS)
+
+test-faults: setup ## bad inputs, kills, full disks and two processes at once, over all commands; FAULTS_FLAGS="--seed 1"
+	$(BIN)/python -m tests.faults $(FAULTS_FLAGS)
 
 test-browser: setup ## open the report of headmax inspect in a headless Chromium
 	$(BIN)/python -m pytest -m browser $(PYTEST_FLAGS)

@@ -173,6 +173,21 @@ def test_what_a_killed_process_left_does_not_block_the_next(tmp_path: Path) -> N
         durable.write(tmp_path / "file/out", "x")
 
 
+def test_two_processes_do_not_mix_what_they_write(tmp_path: Path) -> None:
+    with durable.replacing(tmp_path / "file") as first:
+        first.write(b"first")
+        first.flush()
+        with pytest.raises(ValueError, match="file: another process is writing to it"):
+            durable.write(tmp_path / "file", "second")
+    assert contents(tmp_path) == {"file": b"first"}
+
+
+def test_pictures_go_beside_a_picture_that_a_killed_process_left(tmp_path: Path) -> None:
+    (tmp_path / "curves.png.tmp").write_bytes(b"half")
+    save_figure(subplots(figsize=(2, 2))[0], tmp_path, "curves")
+    assert {path.name for path in tmp_path.iterdir()} == {"curves.png", "curves.svg"}
+
+
 def test_records_go_behind_records_only(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}\n")
     with pytest.raises(ValueError, match=r"config\.json: no file of records"):

@@ -87,6 +87,15 @@ def test_outputs_below_a_file_are_refused_before_the_work_begins(model: Path, ru
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+def test_a_name_with_a_line_end_or_a_terminal_s_command_is_one_line(headmax: Any) -> None:
+    refused(r"a\nb\x1b[31m: no such file", headmax("eval", "tables", "a\nb\x1b[31m"))
+
+
+def test_no_task_that_is_known_leaves_nothing(model: Path, headmax: Any, tmp_path: Path) -> None:
+    assert headmax("eval", model, "--tasks", "nothing", "--work", tmp_path / "work")[0] == 2
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("content", ["a: &a {b: *a}", "x: " + "[" * 2000])
 def test_options_nested_without_end_are_refused(content: str, headmax: Any, tmp_path: Path) -> None:
     (tmp_path / "o.yaml").write_text(content)

@@ -50,17 +50,21 @@ def write(path: Path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A file that takes the place of `path` once all of it is written and on disk, and goes if it cannot be."""
+    """A file that takes the place of `path` once all of it is written and on disk, and goes if it cannot be; one process at a time."""
     target = Path(os.path.realpath(path))
     unfinished = target.with_name(target.name + UNFINISHED)
     with writing(path):
         refuse_special(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _removed_on_failure(unfinished):
-            with unfinished.open("wb") as file:
+        with unfinished.open("ab") as file:
+            _lock(file.fileno(), path)
+            if not (unfinished.exists() and os.path.samestat(os.fstat(file.fileno()), unfinished.stat())):
+                raise ValueError(f"{path}: another process has just written it")
+            with _removed_on_failure(unfinished):
+                file.truncate(0)  # what a process that was killed has left
                 yield file
                 sync(file)
-            unfinished.replace(target)
+                unfinished.replace(target)
         sync_folder(target.parent)
 
 
@@ -186,16 +190,20 @@ def sole_user(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(handle)
-        raise ValueError(f"{folder}: another process is writing to it") from error
-    except OSError as error:  # file systems over a network may have no such locks
-        logger.warning("%s: cannot be locked (%s): see that no other process writes to it", folder, error.strerror)
-    try:
+        _lock(handle, folder)
         yield
     finally:
         os.close(handle)
+
+
+def _lock(handle: int, path: Path) -> None:
+    """Until the handle is closed; ValueError where another process has it."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ValueError(f"{path}: another process is writing to it") from error
+    except OSError as error:  # file systems over a network may have no such locks
+        logger.warning("%s: cannot be locked (%s): see that no other process writes to it", path, error.strerror)
 
 
 def file_name(name: Any, where: object) -> str:

@@ -97,9 +97,14 @@ def execute(command: Command, arguments: list[str], program: Program, debug: boo
         if debug:
             traceback.print_exc()
         status, line = explain(error)
-        print(f"{program.short}: {line}", file=sys.stderr)
+        print(f"{program.short}: {printable(line)}", file=sys.stderr)
         return status
     return 0
+
+
+def printable(line: str) -> str:
+    """Names of files and what is in them may hold line ends and a terminal's commands: they are spelled out."""
+    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in line)
 
 
 def overview(program: Program) -> str:

@@ -42,7 +42,9 @@ SETTINGS: dict[Any, Any] = {
 
 PICTURES = durable.Owner(
     "pictures and records alone",
-    lambda folder: all(path.is_dir() or path.suffix in (".png", ".svg", ".jsonl") for path in folder.iterdir()),
+    lambda folder: all(
+        path.is_dir() or Path(path.name.removesuffix(durable.UNFINISHED)).suffix in (".png", ".svg", ".jsonl") for path in folder.iterdir()
+    ),
 )
 
 

@@ -96,6 +96,8 @@ def run(
     records.check(out or place.work / RECORDS)
     config = load_config(place.checkpoint)
     wanted, failures = names.expand(tasks, config.vocab_size)
+    if not wanted:
+        return failures
     evaluation = Evaluation(config, find_tokenizer(place.tokenizer), settings, failures)
     with durable.sole_user(place.work):
         if stage in ("all", "requests"):

@@ -1,0 +1,53 @@
+"""A folder with one of everything that commands read, made once, and copies of it to be damaged."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from pathlib import Path
+
+from tests.data.corpus import byte_level, documents, write
+from tests.faults.called import headmax
+from tests.generate.checkpoint import make_model, save
+
+TRAIN = ["train", "mqar-softmax-linear", "--task.num-pairs", "4", "--batch-tokens", "392", "--model.hidden-size", "32", "--device", "cpu"]
+TRAIN += ["--eval.every", "0", "--max-steps", "4", "--checkpoint-every", "2"]
+PREPARE = ["data", "prepare", "texts", "--tokenizer", "tokenizer.json", "--document-token", "<|endoftext|>", "--workers", "1"]
+PREPARE += ["--shard-tokens", "400", "--valid-fraction", "0.2"]
+EVAL = ["eval", "model", "--tasks", "mqar_4", "--limit", "2", "--device", "cpu"]
+
+
+def make(folder: Path) -> Path:
+    """model, run, data, parts of data, texts, a prefix, records: all small."""
+    folder.mkdir(parents=True)
+    save(folder / "model")
+    make_model(head_gate=None).save_pretrained(folder / "plain")
+    for name, texts in (("a", documents(12, lines=4)), ("b", documents(9, lines=3))):
+        write(folder / f"texts/{name}.jsonl", texts)
+    byte_level(folder / "tokenizer.json")
+    (folder / "prompt.txt").write_text("Once upon a time")
+    (folder / "options.yaml").write_text("max-new-tokens: 3\n")
+    (folder / "mine").mkdir()
+    (folder / "mine/thesis.txt").write_text("mine")
+    (folder / "mine.html").write_text("mine")
+    for words in (
+        [*TRAIN, "--out", "run"],
+        [*PREPARE, "--out", "data"],
+        *([*PREPARE, "--part", f"{part}/2", "--out", f"part{part}"] for part in (1, 2)),
+        ["generate", "model", "--prompt", "Once", "--save-prefix", "prefix", "--device", "cpu"],
+        ["convert", "plain", "fla", "--to", "fla"],
+        [*EVAL, "--work", "work", "--out", "records.jsonl"],
+    ):
+        done = headmax(folder, *words)
+        assert done.code == 0, done
+    return folder
+
+
+def copy(template: Path, folder: Path) -> Path:
+    return Path(shutil.copytree(template, folder, symlinks=True))
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """What every file holds; unfinished ones are nobody's."""
+    paths = (path for path in sorted(folder.rglob("*")) if path.is_file() and ".tmp" not in str(path.relative_to(folder)))
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
