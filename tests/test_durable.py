@@ -4,6 +4,7 @@ import contextlib
 import json
 import resource
 import shutil
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -228,6 +229,16 @@ def test_convert_names_a_torn_file_before_it_writes(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"model\.safetensors: not a whole safetensors file"):
         from_fla(tmp_path / "in", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_what_is_written_may_go_back_and_mend(tmp_path: Path) -> None:
+    """As zip files do, and in the place of what a killed process has left."""
+    (tmp_path / "made.zip.tmp").write_bytes(b"left over" * 100)
+    with durable.replacing(tmp_path / "made.zip") as file, zipfile.ZipFile(file, "w") as made:
+        made.writestr("name", "content")
+    with zipfile.ZipFile(tmp_path / "made.zip") as read:
+        assert read.read("name") == b"content"
+    assert [path.name for path in tmp_path.iterdir()] == ["made.zip"]
 
 
 ALLOWED = {"durable.py", "models/convert.py", "train/export.py", "bench/timing.py", "models/configuration.py"}

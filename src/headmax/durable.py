@@ -56,7 +56,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     with writing(path):
         refuse_special(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        with unfinished.open("ab") as file:
+        with os.fdopen(os.open(unfinished, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:  # kept until it is locked
             _lock(file.fileno(), path)
             if not (unfinished.exists() and os.path.samestat(os.fstat(file.fileno()), unfinished.stat())):
                 raise ValueError(f"{path}: another process has just written it")

@@ -96,6 +96,9 @@ class Block(GradientCheckpointingLayer):
         norms, mixer, mlp, _ = self.fusion(x) if fusion is None else fusion
         residual, x = residual_norm(self.mixer_norm, x, None, norms)
         options = {"state": state, "return_state": return_state, "positions": positions, "packing": packing, "mask": mask}
-        x, state, gates = run_mixer(self.mixer, self.tensor_group, x, return_gates, fused=mixer, **options)
+        if self.tensor_group is None:
+            x, state, gates = self.mixer(x, fused=mixer, **options)
+        else:
+            x, state, gates = run_mixer(self.mixer, self.tensor_group, x, return_gates, fused=mixer, **options)
         residual, x = residual_norm(self.mlp_norm, residual, x, norms)
         return MixerOutput(residual + run_mlp(self.mlp, self.tensor_group, x, mlp), state, gates if return_gates else None)

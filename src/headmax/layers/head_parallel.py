@@ -56,10 +56,8 @@ def on_own_piece(part: nn.Module, group: ProcessGroup, x: Tensor, *arguments: An
     return functional_call(part, local_parameters(part, group), (*copied([x], group), *arguments), options)
 
 
-def run_mixer(mixer: nn.Module, group: ProcessGroup | None, x: Tensor, return_gates: bool, **options: Any) -> Any:
+def run_mixer(mixer: nn.Module, group: ProcessGroup, x: Tensor, return_gates: bool, **options: Any) -> Any:
     """The mixer on x [B,T,E]; gates that are requested are those of all heads."""
-    if group is None:
-        return mixer(x, **options)
     output = on_own_piece(mixer, group, x, **options)
     gates = None
     if return_gates and output.gates is not None:
