@@ -53,4 +53,6 @@ class SwiGLU(nn.Module):
         if not fused:
             return self.down_proj(swish_gate(self.up_proj(x), self.gate_proj(x)))
         joint, down = product_matrices(x, [[self.gate_proj.weight, self.up_proj.weight], [self.down_proj.weight]])
-        return dispatch("swiglu", self.backend, x)(F.linear(x, joint)[..., : 2 * len(self.gate_proj.weight)], down)
+        product, columns = F.linear(x, joint), 2 * self.gate_proj.weight.shape[0]
+        product = product if product.shape[-1] == columns else product[..., :columns]  # without the zeros below the matrices
+        return dispatch("swiglu", self.backend, x)(product, down)

@@ -155,9 +155,9 @@ class Weights(NamedTuple):
     """A mixer's matrices in the dtype of their products, for fused ones."""
 
     joint: Tensor
-    """Those that share a product, under each other, zeros below them,"""
-    sizes: list[int]
-    """and the rows of each: the last are the gates' scores, if they are products of x."""
+    """Those that share a product, under each other, zeros below them."""
+    columns: list[int]
+    """Columns of that product: of each projection, of the gates' scores (0 where they are no product of x), and of the zeros."""
     single: dict[str, Tensor]
     """The others, by the names of their modules."""
 
@@ -322,8 +322,9 @@ class RecurrentMixer(Initialized):
         if rows is not None:
             joint.append(rows)
         single = [name for name in self.single if name not in names and getattr(self, name) is not None]
-        matrix, *others = product_matrices(x, [joint, *([getattr(self, name).weight] for name in single)])
-        return Weights(matrix, [*map(len, joint), *([0] if rows is None else [])], dict(zip(single, others, strict=True)))
+        product, *others = product_matrices(x, [joint, *([getattr(self, name).weight] for name in single)])
+        columns = [matrix.shape[0] for matrix in joint] + [0] * (rows is None)
+        return Weights(product, [*columns, product.shape[0] - sum(columns)], dict(zip(single, others, strict=True)))
 
     def product(self, name: str, x: Tensor, weights: Weights | None) -> Tensor:
         """x through a projection, or times its weight where products are fused."""
@@ -331,8 +332,8 @@ class RecurrentMixer(Initialized):
 
     def joint_product(self, x: Tensor, weights: Weights) -> tuple[list[Tensor], Tensor | None]:
         """x times the joint matrix: what belongs to each projection, and the gates' scores, if they are among it."""
-        *parts, scores = F.linear(x, weights.joint)[..., : sum(weights.sizes)].split(weights.sizes, dim=-1)
-        return parts, scores if weights.sizes[-1] else None
+        *parts, scores, _ = F.linear(x, weights.joint).split_with_sizes(weights.columns, dim=-1)
+        return parts, scores if weights.columns[-2] else None
 
     def project(
         self,

@@ -74,7 +74,7 @@ class RetNet(RecurrentMixer):
             p = super().project(x, positions=rotary, weights=weights, **options)
             return p._replace(q=rotate(self.feature_map(p.q), rotary), k=rotate(self.feature_map(p.k), rotary), tokens=tokens)
         q, k, rest = turned(F.linear(x, weights.joint), rotary, self.num_heads, self.head_k_dim, self.backend)
-        read, write = self.gates(q, k, x, rest[..., : weights.sizes[-1]] if weights.sizes[-1] else None)
+        read, write = self.gates(q, k, x, rest[..., : weights.columns[-2]] if weights.columns[-2] else None)
         v = self.product("v_proj", x, weights).unflatten(-1, (-1, self.head_v_dim))
         return Projected(q, k, v, (), self.output_gate(x, weights), read, write, (), tokens)
 
