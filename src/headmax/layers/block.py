@@ -13,7 +13,7 @@ from headmax.layers.fusion import Fusion, fusion_enabled, intact
 from headmax.layers.head_parallel import run_mixer, run_mlp
 from headmax.layers.mixers import MIXERS, MixerOutput
 from headmax.layers.mixers.attention import AttentionSlots
-from headmax.layers.mixers.base import RecurrentSlots
+from headmax.layers.mixers.state import RecurrentSlots
 from headmax.layers.mlp import SwiGLU
 from headmax.layers.norm import RMSNorm, residual_norm
 from headmax.layers.padding import Padding

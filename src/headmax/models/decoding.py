@@ -15,7 +15,7 @@ from headmax.layers.block import Block
 from headmax.layers.fusion import Fusion
 from headmax.layers.head_gate import HeadGate
 from headmax.layers.mixers.attention import Attention, AttentionSlots
-from headmax.layers.mixers.base import RecurrentSlots, RecurrentState
+from headmax.layers.mixers.state import RecurrentSlots, RecurrentState
 from headmax.models.cache import HeadmaxCache
 from headmax.ops.registry import autocast_dtype
 

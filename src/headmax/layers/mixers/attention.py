@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from headmax.fields import Positive
 from headmax.layers.fusion import intact
 from headmax.layers.head_parallel import divide, shard_part
-from headmax.layers.mixers.base import MixerOutput, head_width
+from headmax.layers.mixers.base import head_width
 from headmax.layers.mixers.config import MixerConfig, Width
+from headmax.layers.mixers.terms import MixerOutput
 from headmax.layers.norm import RMSNorm
 from headmax.layers.packed_attention import packed_attention
 from headmax.layers.rotary import Rotary, RotarySettings, rotate

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from headmax.fields import Positive
 from headmax.layers.feature_map import FEATURE_MAPS
-from headmax.layers.mixers.base import Projected, Recurrence, RecurrentMixer, RecurrentSlots, RecurrentState, StepTerms, Weights
+from headmax.layers.mixers.base import RecurrentMixer
 from headmax.layers.mixers.config import FeatureMapConfig, Shared
+from headmax.layers.mixers.state import RecurrentSlots, RecurrentState
+from headmax.layers.mixers.terms import Projected, Recurrence, StepTerms, Weights
 from headmax.layers.rotary import Rotary, RotarySettings, rotate, turned
 from headmax.ops import linear_attention
 from headmax.ops.checks import compute_dtype
