@@ -1,4 +1,4 @@
-"""Weights for fused products: cast and joined in one launch, their gradients taken apart in another."""
+"""Weights of fused products: cast and stacked in one launch; their gradients are split and cast in another."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from headmax.ops.library import define_op
 from headmax.ops.registry import autocast_dtype
 
 ALIGNMENT = 8
-"""Rows of a joint matrix come in multiples of this: the matrix units want 16 bytes."""
+"""Rows of a stacked matrix are padded to a multiple of this: tensor cores want 16 bytes."""
 
 
 def joint_rows(group: Sequence[Tensor]) -> int:
-    """Rows of a group's matrices under each other, with the zeros that fill them up."""
+    """Rows of a group's matrices when stacked, with padding."""
     rows = sum(matrix.shape[0] for matrix in group)
     return rows if len(group) == 1 else -(-rows // ALIGNMENT) * ALIGNMENT
 
@@ -30,7 +30,7 @@ def grouped(matrices: Sequence[Tensor], sizes: Sequence[int]) -> list[Sequence[T
 
 
 def row_blocks(joint: Tensor, rows: Sequence[int]) -> Sequence[Tensor]:
-    """Views of the first rows[0] rows of a joint matrix, the next rows[1], and so on; last those that fill it up, if any."""
+    """Views of the first rows[0] rows of a stacked matrix, the next rows[1], and so on; the padding comes last, if there is any."""
     if len(rows) == 1:
         return [joint]
     filling = joint.shape[0] - sum(rows)
@@ -71,7 +71,7 @@ _split_and_cast = define_op("split_and_cast", split_and_cast, fake_split)
 
 
 class CastAndJoin(torch.autograd.Function):
-    """Matrices of one dtype in another, those of a group as one. Saves nothing."""
+    """Casts matrices and stacks those of a group. Saves nothing."""
 
     @staticmethod
     def forward(ctx: Any, sizes: tuple[int, ...], dtype: torch.dtype, *matrices: Tensor) -> tuple[Tensor, ...]:
@@ -87,8 +87,8 @@ class CastAndJoin(torch.autograd.Function):
 
 
 def product_matrices(x: Tensor, groups: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
-    """Matrices [n_i, E] in the dtype of their products with x, those of a group under each other as one [Σ n_i, E], with zeros up to a
-    multiple of ALIGNMENT. A product with several reads x once and gives one gradient back.
+    """Matrices [n_i, E] in the dtype of their products with x, those of a group stacked into one [Σ n_i, E] and padded with zeros to a
+    multiple of ALIGNMENT. One product with a stacked matrix reads x once, and its backward pass computes one gradient of x.
     """
     dtype = x.dtype if x.dtype == torch.float64 else autocast_dtype(x.device) or x.dtype  # autocast leaves float64 alone
     matrices = [matrix for group in groups for matrix in group]
