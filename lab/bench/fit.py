@@ -1,6 +1,6 @@
 """Do the kernels fit a GPU that is not at hand? `python -m lab bench fit 89` compiles them for sm_89.
 
-For Hopper it also looks for loops that fill a tile anew while a product may still read it (see `settled` in ops/triton_common.py).
+For Hopper it also looks for loops that fill a tile anew while a product may still read it (see `settled` in ops/kernels/common.py).
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from triton.runtime.jit import JITFunction
 from headmax import HeadmaxForCausalLM, recipes
 from headmax.bench.kernels import SPECS
 from headmax.bench.tune import WIDTHS
-from headmax.layers import triton_linear, triton_mixer
 from headmax.layers.block import Block
+from headmax.layers.block_step import block_step
 from headmax.layers.log_decay import log_sigmoid, softplus_decay
 from headmax.layers.norm import WIDEST
-from headmax.layers.triton_block import block_step
-from headmax.layers.triton_conv import short_conv, unit_conv
-from headmax.layers.triton_loss import cross_entropy_rows
-from headmax.layers.triton_norm import read_out, rms_norm
-from headmax.layers.triton_rotary import turned
-from headmax.layers.triton_swiglu import swiglu
 from headmax.models.decoding import make_slots
-from headmax.ops import head_gate, registry, triton_scan, triton_tiles
+from headmax.ops import head_gate, registry
 from headmax.ops.gated_delta_rule import WIDE_DELTA
 from headmax.ops.head_gate import split_gates
+from headmax.ops.kernels import linear, mixer_step, scan, tiles
+from headmax.ops.kernels.common import MIN_SEGMENT
+from headmax.ops.kernels.conv import short_conv, unit_conv
+from headmax.ops.kernels.loss import cross_entropy_rows
+from headmax.ops.kernels.norm import read_out, rms_norm
+from headmax.ops.kernels.rotary import turned
+from headmax.ops.kernels.swiglu import swiglu
 from headmax.ops.packing import LONG_CHUNK
 from headmax.ops.spec import Case
 from headmax.ops.step import Op, step
-from headmax.ops.triton_common import MIN_SEGMENT
 
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """KiB of shared memory a block may have, by compute capability."""
@@ -121,11 +121,11 @@ def compile_only(capability: int) -> dict[str, Compiled]:
     triton.runtime.driver.set_active(Absent(capability))
     JITFunction.run = compile_it
     registry.Lazy.unavailable = lambda *_: None  # type: ignore[method-assign]
-    entry = max(size for size in map(int, triton_tiles.TABLE) if size <= SHARED[capability])
-    triton_tiles.entry_for = lambda _: str(entry)  # type: ignore[assignment]
-    triton_scan.processors = many_processors  # type: ignore[assignment]
+    entry = max(size for size in map(int, tiles.TABLE) if size <= SHARED[capability])
+    tiles.entry_for = lambda _: str(entry)  # type: ignore[assignment]
+    scan.processors = many_processors  # type: ignore[assignment]
     if capability >= 90:
-        triton_linear.early = triton_mixer.early = lambda _: {"EARLY": True, "launch_pdl": True}  # type: ignore[assignment]
+        linear.early = mixer_step.early = lambda _: {"EARLY": True, "launch_pdl": True}  # type: ignore[assignment]
     return found
 
 
@@ -136,9 +136,9 @@ def many_processors(_: torch.device) -> int:
 
 def on_few(processors: int, call: Callable[[], object]) -> None:
     """On so many processors, `FEW`."""
-    triton_scan.processors = lambda _: processors  # type: ignore[assignment]
+    scan.processors = lambda _: processors  # type: ignore[assignment]
     call()
-    triton_scan.processors = many_processors  # type: ignore[assignment]
+    scan.processors = many_processors  # type: ignore[assignment]
 
 
 class Call(NamedTuple):
@@ -253,9 +253,9 @@ def check(capability: int, dtypes: Sequence[torch.dtype], once: bool = False) ->
                 continue
             found.clear()
             call.run()
-            for kernel, (size, tiles) in found.items():
+            for kernel, (size, refilled) in found.items():
                 over = size > 1024 * SHARED[capability]
-                fits = fits and not over and not tiles
-                wrong = "  too much" if over else f"  {tiles} tiles are filled anew under a product" if tiles else ""
+                fits = fits and not over and not refilled
+                wrong = "  too much" if over else f"  {refilled} tiles are filled anew under a product" if refilled else ""
                 print(f"sm_{capability} {dtype} {call.name} {kernel}: {size / 1024:.0f} KiB{wrong}", flush=True)
     return fits

@@ -117,13 +117,17 @@ def device_times(steps: Mapping[tuple[str, str], Step], rounds: int = 5) -> dict
     return {key: {kind: sorted(pairs)[len(pairs) // 2] for kind, pairs in kinds.items()} for key, kinds in found.items()}
 
 
+OF_LAYERS = ("conv", "decay", "loss", "norm", "rotary", "swiglu")
+"""Files of ops/kernels whose kernels run in a layer, beside its recurrence and gates."""
+
+
 def kind_of(kernel: str) -> str:
     """What a kernel of a step is there for, by its name and, if it is ours, by where it is written."""
     if any(part in kernel for part in ("nvjet", "gemm", "cutlass")):
         return "matrix products"
     if kernel.startswith("triton_"):
         return "compiled passes"
-    for module in ("ops", "layers"):
-        if any(hasattr(m, kernel) for name, m in list(sys.modules.items()) if name.startswith(f"headmax.{module}.")):
-            return f"headmax.{module}"
+    for name, module in list(sys.modules.items()):
+        if name.startswith("headmax.ops.kernels.") and hasattr(module, kernel):
+            return "headmax.layers" if name.rpartition(".")[2] in OF_LAYERS else "headmax.ops"
     return "optimizer and others"

@@ -27,10 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from headmax.ops.gated_delta_rule.reference import EPS
-from headmax.ops.gated_delta_rule.triton_chunk import NARROWEST, carry, cut_shape
-from headmax.ops.launch import launch
-from headmax.ops.packing import CHUNK, Packing
-from headmax.ops.triton_common import (
+from headmax.ops.kernels.common import (
     Layout,
     channel_block,
     chunk_span,
@@ -47,8 +44,11 @@ from headmax.ops.triton_common import (
     tile,
     unit_lower_inverse,
 )
-from headmax.ops.triton_scan import spread
-from headmax.ops.triton_tiles import cdiv, power_of_2, tile_width
+from headmax.ops.kernels.delta import NARROWEST, carry, cut_shape
+from headmax.ops.kernels.launch import launch
+from headmax.ops.kernels.scan import spread
+from headmax.ops.kernels.tiles import cdiv, power_of_2, tile_width
+from headmax.ops.packing import CHUNK, Packing
 
 ROWS = 32
 """Heads of tokens in a tile of `delta_unit_gradient_kernel`."""
@@ -156,7 +156,7 @@ def delta_scan_kernel(
 ):  # fmt: skip
     """Some columns of the state through a segment of a sequence.
 
-    To "read", `out` gets what is read out; to "store", u, and `states` each chunk's first. A "probe" fills `cut`, see triton_chunk.py:
+    To "read", `out` gets what is read out; to "store", u, and `states` each chunk's first. A "probe" fills `cut`, see delta.py:
     the first segment begins with `begin`, the last is left out, and those between turn the identity too, in further columns, which
     nothing is written to. A chunk's factors are fetched one chunk ahead: no step waits for them.
     """

@@ -56,7 +56,7 @@ def test_the_fastest_tiles_are_those_of_all_ops_together() -> None:
 def test_every_kernel_has_tiles_for_every_class() -> None:
     pytest.importorskip("triton")
     from headmax.bench.tune import CANDIDATES
-    from headmax.ops.triton_tiles import TABLE
+    from headmax.ops.kernels.tiles import TABLE
 
     untried = ("delta_carry", "prepare_exact")  # not run, or with nothing to do, on what is timed
     names = {*untried, *(name for kernels in CANDIDATES.values() for names in kernels.values() for name in names)}

@@ -25,8 +25,8 @@ def test_a_steps_kernels_are_sorted_by_what_they_are_for() -> None:
         "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>": "optimizer and others",
     }
     pytest.importorskip("triton")
-    for module in ("ops.triton_decayed", "ops.head_gate.triton_gate", "layers.triton_loss", "layers.triton_conv"):  # a step has them
-        import_module(f"headmax.{module}")
+    for module in ("scalar", "gate", "loss", "conv"):  # a step has them
+        import_module(f"headmax.ops.kernels.{module}")
     assert {name: kind_of(name) for name in names} == names
 
 

@@ -15,7 +15,7 @@ from headmax.layers.mixers.attention import AttentionSlots
 from headmax.models.decoding import Slots, make_slots
 
 pytest.importorskip("triton")
-from headmax.layers import triton_linear
+from headmax.ops.kernels import linear
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -96,7 +96,7 @@ def assert_equal_to_plain(block: Block, rows: int = 1, tolerance: float = 2e-5, 
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The interpreter takes its time for each program, and threads would wait for each other."""
     if not GPU:
-        monkeypatch.setattr(triton_linear, "processors", lambda device: 1)
+        monkeypatch.setattr(linear, "processors", lambda device: 1)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

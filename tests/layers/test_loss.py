@@ -47,7 +47,7 @@ def test_the_kernel_of_the_rows(size: int, device: str) -> None:
     pytest.importorskip("triton")
     if device == "cpu" and torch.cuda.is_available():
         pytest.skip("the interpreter runs where there is no GPU")
-    from headmax.layers.triton_loss import cross_entropy_rows
+    from headmax.ops.kernels.loss import cross_entropy_rows
 
     logits = 3 * torch.randn(5, size, device=device)
     logits[3] = -1e4

@@ -402,7 +402,7 @@ def test_the_kernel_of_the_short_convolution(
     pytest.importorskip("triton")
     if device == "cpu" and torch.cuda.is_available():
         pytest.skip("the interpreter runs where there is no GPU")
-    from headmax.layers.triton_conv import short_conv
+    from headmax.ops.kernels.conv import short_conv
 
     conv = ShortConvolution(channels, width, bias).double()
     x = torch.randn(2 if bounds is None else 1, time, channels, dtype=torch.float64, requires_grad=True)
@@ -572,7 +572,7 @@ def test_compiled_blocks_see_a_hook_that_arrives_later() -> None:
 
 def test_the_operator_of_the_short_convolution_is_registered_properly() -> None:
     pytest.importorskip("triton")
-    from headmax.layers.triton_conv import _forward, short_conv
+    from headmax.ops.kernels.conv import _forward, short_conv
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     x, weight, scorer = (torch.randn(shape, device=device) for shape in ((1, 5, 6), (6, 3), (2, 3)))

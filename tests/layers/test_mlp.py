@@ -25,7 +25,7 @@ def test_the_kernel_of_swiglu(width: int, dtype: torch.dtype, bound: float, devi
 
 def test_the_operator_of_swiglu_is_registered_properly() -> None:
     pytest.importorskip("triton")
-    from headmax.layers.triton_swiglu import _swiglu
+    from headmax.ops.kernels.swiglu import _swiglu
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.library.opcheck(_swiglu, (torch.randn(5, 24, device=device), torch.randn(8, 12, device=device)))

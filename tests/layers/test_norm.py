@@ -49,7 +49,7 @@ def test_the_kernel_of_the_read_out(heads: int, value: int, swish: bool, read: b
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_norms_operators_are_registered_properly(device: str) -> None:
-    from headmax.layers.triton_norm import _read_out, _rms_norm
+    from headmax.ops.kernels.norm import _read_out, _rms_norm
 
     x, weight = torch.randn(2, 5, 24, device=device), torch.ones(24, device=device)
     for delta in (None, torch.randn_like(x)):
@@ -113,7 +113,7 @@ def apart(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_kernels_take_tensors_however_they_lie() -> None:
-    from headmax.layers import triton_conv, triton_norm, triton_rotary, triton_swiglu
+    from headmax.ops.kernels import conv, norm, rotary, swiglu
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
@@ -125,16 +125,16 @@ def test_kernels_take_tensors_however_they_lie() -> None:
         torch.ones(5, 3, device=device),
     )
     for op, given, others in (
-        (triton_norm._read_out, (o, swish, read), (weight, out, 1e-6)),
-        (triton_norm._read_out_backward, (o, o, swish, read), (weight, 1e-6)),
-        (triton_norm._rms_norm, (o, o), (weight, 1e-6)),
-        (triton_norm._rms_norm_backward, (o, o, o), (weight, 1e-6)),
-        (triton_conv._forward, (x,), (taps, None, None, None, 2, 1e-6)),
-        (triton_conv._backward, (x, x[..., :0], x), (taps, None, None, None, 2, 1e-6)),
-        (triton_swiglu._swiglu, (swish,), (out[:, :6],)),
-        (triton_swiglu._swiglu_backward, (swish[:, :6], swish), ()),
-        (triton_rotary._turned, (swish,), (angles, angles, 1, 6)),
-        (triton_rotary._turned_backward, (o[:, :1], o[:, 1:], swish[:, :0]), (angles, angles)),
+        (norm._read_out, (o, swish, read), (weight, out, 1e-6)),
+        (norm._read_out_backward, (o, o, swish, read), (weight, 1e-6)),
+        (norm._rms_norm, (o, o), (weight, 1e-6)),
+        (norm._rms_norm_backward, (o, o, o), (weight, 1e-6)),
+        (conv._forward, (x,), (taps, None, None, None, 2, 1e-6)),
+        (conv._backward, (x, x[..., :0], x), (taps, None, None, None, 2, 1e-6)),
+        (swiglu._swiglu, (swish,), (out[:, :6],)),
+        (swiglu._swiglu_backward, (swish[:, :6], swish), ()),
+        (rotary._turned, (swish,), (angles, angles, 1, 6)),
+        (rotary._turned_backward, (o[:, :1], o[:, 1:], swish[:, :0]), (angles, angles)),
     ):
         expected, actual = (op(*(lay(y) for y in given), *others) for lay in (torch.Tensor.contiguous, apart))
         for a, e in zip(*((y,) if isinstance(y, Tensor) else y for y in (actual, expected)), strict=True):

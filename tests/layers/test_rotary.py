@@ -37,7 +37,7 @@ def test_turned_parts_are_those_of_the_product() -> None:
 
 def test_the_operator_that_turns_is_registered_properly() -> None:
     pytest.importorskip("triton")
-    from headmax.layers.triton_rotary import _turned
+    from headmax.ops.kernels.rotary import _turned
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     cos, sin = torch.randn(2, 5, 4, device=device)

@@ -90,7 +90,7 @@ def test_triton_kernels_under_the_interpreter(name: str, case: Case, dtype: torc
 @pytest.mark.parametrize("case", LONG_CHUNKS)
 def test_wide_heads_have_long_chunks(case: Case) -> None:
     pytest.importorskip("triton")
-    from headmax.ops.triton_tiles import chunk_length
+    from headmax.ops.kernels.tiles import chunk_length
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     x = torch.empty(0, dtype=torch.bfloat16, device=device)

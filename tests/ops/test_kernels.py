@@ -39,10 +39,10 @@ def assert_bit_identical(name: str, inputs: dict, expected: dict[str, torch.Tens
 
 def cut_into_segments(monkeypatch: pytest.MonkeyPatch, segments: int = 3) -> None:
     """Every sequence, whatever its length, on a GPU so small that blocks of states stay whole."""
-    from headmax.ops import triton_common, triton_scan
+    from headmax.ops.kernels import common, scan
 
-    monkeypatch.setattr(triton_scan, "processors", lambda device: 1)
-    monkeypatch.setattr(triton_common.Layout, "segments", lambda self, blocks, wanted: segments)
+    monkeypatch.setattr(scan, "processors", lambda device: 1)
+    monkeypatch.setattr(common.Layout, "segments", lambda self, blocks, wanted: segments)
 
 
 def remembering(name: str, case: Case, dtype: torch.dtype) -> dict:
@@ -52,7 +52,7 @@ def remembering(name: str, case: Case, dtype: torch.dtype) -> dict:
 
 
 def test_segments_give_every_processor_a_block_and_are_not_short() -> None:
-    from headmax.ops.triton_common import MIN_SEGMENT, Layout
+    from headmax.ops.kernels.common import MIN_SEGMENT, Layout
 
     def segments(batch: int, chunks: int, blocks: int, processors: int) -> int:
         return Layout(batch, 64 * chunks, None, None).segments(blocks, processors)
@@ -65,17 +65,17 @@ def test_segments_give_every_processor_a_block_and_are_not_short() -> None:
 @here
 @pytest.mark.parametrize(("name", "kernel", "key"), [("linear_attention", "scan", 160), ("gated_delta_rule", "delta_scan", 40)])
 def test_blocks_of_states_half_as_wide_change_no_bit(name: str, kernel: str, key: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from headmax.ops import triton_scan
+    from headmax.ops.kernels import scan
 
     inputs = inputs_of(name, Case(time=200, heads=1, key=key, value=2 * key, gates="both", initial_state=True), torch.bfloat16)
 
     def on(processors: int) -> tuple[dict[str, int], int]:
-        monkeypatch.setattr(triton_scan, "processors", lambda device: processors)
-        return triton_scan.spread(kernel, inputs["k"], inputs["v"], triton_scan.Layout(1, 200, None, None), narrowest=32)
+        monkeypatch.setattr(scan, "processors", lambda device: processors)
+        return scan.spread(kernel, inputs["k"], inputs["v"], scan.Layout(1, 200, None, None), narrowest=32)
 
     whole, _ = on(1)
     expected = run(SPECS[name], inputs, "triton")
-    half, segments = on(2 * triton_scan.state_blocks(whole, inputs["k"], inputs["v"]))
+    half, segments = on(2 * scan.state_blocks(whole, inputs["k"], inputs["v"]))
     assert (2 * half["BV"], segments) == (whole["BV"], 1)
     assert_bit_identical(name, inputs, expected)
 
@@ -307,15 +307,14 @@ CHECKS = ("test_schema", "test_faketensor")
 @pytest.mark.parametrize("name", SPECS)
 def test_operators_are_registered_properly(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Schema and fake implementation, by PyTorch's own check, of whole sequences and of segments."""
-    from headmax.ops import triton_decayed
-    from headmax.ops.gated_delta_rule import triton_chunk
+    from headmax.ops.kernels import delta, scalar
 
     x = inputs_of(name, both(name))
     gates = (x["read_gate"], x["write_gate"], 0.3, x["initial_state"], None, None)
     if name in ("gated_delta_rule", "kda"):
-        op, arguments = triton_chunk._forward, (x["q"], x["k"], x["v"], x["log_decay"], x["beta"], *gates, True)
+        op, arguments = delta._forward, (x["q"], x["k"], x["v"], x["log_decay"], x["beta"], *gates, True)
     else:
-        op, arguments = triton_decayed._forward, (x["q"], x["k"], x["v"], x["log_decay"], *gates)
+        op, arguments = scalar._forward, (x["q"], x["k"], x["v"], x["log_decay"], *gates)
     torch.library.opcheck(op, arguments, test_utils=CHECKS)
     cut_into_segments(monkeypatch)
     torch.library.opcheck(op, arguments, test_utils=CHECKS)
@@ -323,10 +322,10 @@ def test_operators_are_registered_properly(name: str, monkeypatch: pytest.Monkey
 
 @here
 def test_the_gates_operator_is_registered_properly() -> None:
-    from headmax.ops.head_gate import triton_gate
+    from headmax.ops.kernels import gate
 
     scores = torch.randn(2, 5, 8, device=DEVICE)
-    torch.library.opcheck(triton_gate._split, (scores, 2, 1.0, 1.0, True), test_utils=CHECKS)
+    torch.library.opcheck(gate._split, (scores, 2, 1.0, 1.0, True), test_utils=CHECKS)
 
 
 def test_inputs_beyond_the_kernels_are_refused_by_name_and_passed_over_by_auto() -> None:

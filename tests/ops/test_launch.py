@@ -9,8 +9,8 @@ import torch
 pytest.importorskip("triton")
 import triton
 
-from headmax.ops import launch as module
-from headmax.ops.launch import key_of, launch
+from headmax.ops.kernels import launch as module
+from headmax.ops.kernels.launch import key_of, launch
 
 KERNEL = object()
 X = torch.zeros(64, dtype=torch.bfloat16)

@@ -17,9 +17,9 @@ from torch import Tensor
 from headmax import durable
 from headmax.bench.kernels import SPECS, TOLERANCE, error, ours
 from headmax.bench.timing import kernel_times
-from headmax.ops import triton_tiles
+from headmax.ops.kernels import tiles as tile_table
+from headmax.ops.kernels.tiles import Tiles
 from headmax.ops.spec import Case
-from headmax.ops.triton_tiles import Tiles
 from headmax.records import current_commit
 
 WIDTHS = {"narrow": (128, 256), "wide": (256, 512)}
@@ -38,18 +38,18 @@ def read_candidates() -> dict[str, dict[str, dict[str, list[Tiles]]]]:
 
 CANDIDATES = read_candidates()
 """For each op the kernels it decides on, their names in the table, one for each use, and what to try; the delta rule shares the others."""
-STANDING = copy.deepcopy(triton_tiles.TABLE)
+STANDING = copy.deepcopy(tile_table.TABLE)
 """The table as it was read."""
 
 
 def here() -> dict[str, dict[str, Tiles]]:
     """The part of the table that this GPU reads."""
-    return triton_tiles.TABLE[triton_tiles.entry_for(torch.device("cuda"))]["kernels"]
+    return tile_table.TABLE[tile_table.entry_for(torch.device("cuda"))]["kernels"]
 
 
 def options(op: str, width: str) -> dict[str, list[tuple[str, Tiles]]]:
     """What to try for each kernel `op` decides on, one name in the table after the other: the candidates, and what stands there."""
-    standing, found = STANDING[triton_tiles.entry_for(torch.device("cuda"))]["kernels"], {}
+    standing, found = STANDING[tile_table.entry_for(torch.device("cuda"))]["kernels"], {}
     for kernel, names in CANDIDATES[op].items():
         tried = {name: [*tiles, *[standing[name][width]] * (standing[name][width] not in tiles)] for name, tiles in names.items()}
         found[kernel] = [(name, tiles) for name in names if standing[name][width] is not None for tiles in tried[name]]
@@ -82,7 +82,7 @@ def choose(op: str, width: str, n: int, only: str | None = None) -> dict[str, tu
         if n < len(tried) and only in (None, kernel):
             name, tiles = put[kernel] = tried[n]
             here()[name][width] = tiles
-    triton_tiles.forget()
+    tile_table.forget()
     return put
 
 
@@ -94,7 +94,7 @@ def warm(job: tuple[str, str, int]) -> tuple[tuple[str, str, int], dict[str, str
     op, width, n = job
     wrong = {}
     for kernel in CANDIDATES[op]:
-        before = copy.deepcopy(triton_tiles.TABLE)
+        before = copy.deepcopy(tile_table.TABLE)
         if choose(op, width, n, only=kernel):
             try:
                 step(op, width, time=256)()
@@ -104,20 +104,20 @@ def warm(job: tuple[str, str, int]) -> tuple[tuple[str, str, int], dict[str, str
                         wrong[kernel] = f"is {off:.1e} from the oracle in {dtype}"
             except Exception as failure:  # out of resources, or a compiler that gives up: no candidate
                 wrong[kernel] = f"fails: {repr(failure).splitlines()[0]}"
-        triton_tiles.TABLE.update(before)
+        tile_table.TABLE.update(before)
     return job, wrong
 
 
 def times(op: str, width: str, rounds: int = 5) -> dict[str, float]:
     """Microseconds each kernel takes in one forward and backward pass of B=8 T=4096 H=4."""
-    triton_tiles.forget()
+    tile_table.forget()
     run = step(op, width, time=4096)
     run()
     return {kernel: 1e6 * taken for kernel, (taken, _) in kernel_times(run, rounds).items() if kernel in CANDIDATES[op]}
 
 
 def tune(pairs: Iterable[tuple[str, str]], processes: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Times all candidates of (op, width) pairs and leaves the fastest in `triton_tiles.TABLE`; returns every time measured."""
+    """Times all candidates of (op, width) pairs and leaves the fastest in `tile_table.TABLE`; returns every time measured."""
     jobs = [(op, width, n) for op, width in pairs for n in range(max(map(len, options(op, width).values())))]
     failures: dict[tuple[str, str, int], dict[str, str]] = {}
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
@@ -141,10 +141,10 @@ def tune(pairs: Iterable[tuple[str, str]], processes: int, say: Callable[[str], 
                 say(f"{op} {name} {width}: {tiles} {micro:.0f} us")
     for (name, width), best in fastest(measured).items():
         standing[name][width] = best
-    here().update(copy.deepcopy(STANDING[triton_tiles.entry_for(torch.device("cuda"))]["kernels"]))
-    long = triton_tiles.TABLE[triton_tiles.entry_for(torch.device("cuda"))]["long chunks"]
+    here().update(copy.deepcopy(STANDING[tile_table.entry_for(torch.device("cuda"))]["kernels"]))
+    long = tile_table.TABLE[tile_table.entry_for(torch.device("cuda"))]["long chunks"]
     made = {"from": f"{torch.cuda.get_device_name()}, commit {current_commit()}", "long chunks": long, "kernels": standing}
-    triton_tiles.TABLE[str(triton_tiles.shared_memory(torch.device("cuda")))] = made
+    tile_table.TABLE[str(tile_table.shared_memory(torch.device("cuda")))] = made
     return measured
 
 
@@ -163,7 +163,7 @@ def fastest(measured: Iterable[dict[str, Any]]) -> dict[tuple[str, str], Tiles]:
 def write(path: Path) -> None:
     """Writes the table."""
     entries = []
-    for size, entry in triton_tiles.TABLE.items():
+    for size, entry in tile_table.TABLE.items():
         rows = ",\n".join(f"      {json.dumps(name)}: {json.dumps(tiles)}" for name, tiles in entry["kernels"].items())
         head = "".join(f"    {json.dumps(name)}: {json.dumps(entry[name])},\n" for name in ("from", "long chunks"))
         entries.append(f'  "{size}": {{\n{head}    "kernels": {{\n{rows}\n    }}\n  }}')

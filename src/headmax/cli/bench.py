@@ -289,7 +289,7 @@ def tune(
 ) -> None:
     """Find the fastest kernel block sizes on this GPU.
 
-    Writes the table that the kernels read, ops/tiles.json.
+    Writes the table that the kernels read, ops/kernels/tiles.json.
 
     Args:
         ops: ops to measure.
@@ -302,9 +302,9 @@ def tune(
     at_least(1, processes=processes)
     find_device("cuda", "headmax bench tune")
     from headmax.bench import tune
-    from headmax.ops import triton_tiles
+    from headmax.ops.kernels import tiles
 
-    path = out or triton_tiles.PATH
+    path = out or tiles.PATH
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ValueError(f"--out {path}: cannot be written to; name another file")
     tune.tune([(op, width) for op in ops for width in widths], processes, say)

@@ -168,7 +168,7 @@ class Step:
         """lm_head(x) in float32."""
         head = self.model.lm_head
         if fusion_enabled(self.model.config.fused, self.model.config.backend, x) and intact(head) and x.dtype not in (torch.float64,):
-            from headmax.layers.triton_linear import LinearInput, linear
+            from headmax.ops.kernels.linear import LinearInput, linear
 
             return linear(LinearInput(x), [head.weight], dtype=torch.float32)
         return head(x).float()

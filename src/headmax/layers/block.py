@@ -76,7 +76,7 @@ class Block(GradientCheckpointingLayer):
     @torch.compiler.disable(reason="the fused decoding step launches kernels that cannot be traced")
     def step(self, x: Tensor, state: RecurrentSlots | AttentionSlots, positions: Rotary | None, mask: Tensor | None) -> Tensor:
         """`forward` on one token per sequence, x [rows, 1, E], as five kernels; the state is updated in place."""
-        from headmax.layers.triton_block import block_step
+        from headmax.layers.block_step import block_step
 
         return block_step(self, x.squeeze(1), state, positions, mask).unsqueeze(1)
 

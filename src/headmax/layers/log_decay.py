@@ -28,7 +28,7 @@ class _LogSigmoid(torch.autograd.Function):
         return (d_y * torch.expm1(ctx.normalizer * y) / -ctx.normalizer).to(ctx.dtype), None
 
 
-_kernel = Lazy("headmax.layers.triton_decay", "log_sigmoid", needs="triton", interpreted=True)
+_kernel = Lazy("headmax.ops.kernels.decay", "log_sigmoid", needs="triton", interpreted=True)
 register("log_sigmoid", {"reference": _LogSigmoid.apply, "triton": _kernel})
 
 
@@ -45,7 +45,7 @@ def _softplus_decay(x: Tensor, log_rate: Tensor, bias: Tensor) -> Tensor:
 
 register(
     "softplus_decay",
-    {"reference": _softplus_decay, "triton": Lazy("headmax.layers.triton_decay", "softplus_decay", needs="triton", interpreted=True)},
+    {"reference": _softplus_decay, "triton": Lazy("headmax.ops.kernels.decay", "softplus_decay", needs="triton", interpreted=True)},
 )
 
 

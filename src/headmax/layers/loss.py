@@ -31,7 +31,7 @@ def _reference(logits: Tensor, labels: Tensor) -> Tensor:
 
 register(
     "cross_entropy",
-    {"reference": _reference, "triton": Lazy("headmax.layers.triton_loss", "cross_entropy_rows", needs="triton", interpreted=True)},
+    {"reference": _reference, "triton": Lazy("headmax.ops.kernels.loss", "cross_entropy_rows", needs="triton", interpreted=True)},
 )
 
 

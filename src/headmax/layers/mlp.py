@@ -26,7 +26,7 @@ def _swiglu(joint: Tensor, down: Tensor) -> Tensor:
     return F.linear(swish_gate(x, gate), down)
 
 
-register("swiglu", {"reference": _swiglu, "triton": Lazy("headmax.layers.triton_swiglu", "swiglu", needs="triton", interpreted=True)})
+register("swiglu", {"reference": _swiglu, "triton": Lazy("headmax.ops.kernels.swiglu", "swiglu", needs="triton", interpreted=True)})
 
 
 class SwiGLU(nn.Module):

@@ -50,7 +50,7 @@ def _read_out(o: Tensor, swish: Tensor | None, read: Tensor | None, weight: Tens
 
 
 for _name, _plain in (("rms_norm", _rms_norm), ("norm_with_residual", _norm_with_residual), ("read_out", _read_out)):
-    register(_name, {"reference": _plain, "triton": Lazy("headmax.layers.triton_norm", _name, needs="triton", interpreted=True)})
+    register(_name, {"reference": _plain, "triton": Lazy("headmax.ops.kernels.norm", _name, needs="triton", interpreted=True)})
 
 
 def _too_wide(x: Tensor) -> str | None:

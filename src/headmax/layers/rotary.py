@@ -46,7 +46,7 @@ def _turned(product: Tensor, cos: Tensor, sin: Tensor, heads: int, width: int) -
     return q, k, rest
 
 
-register("turned", {"reference": _turned, "triton": Lazy("headmax.layers.triton_rotary", "turned", needs="triton", interpreted=True)})
+register("turned", {"reference": _turned, "triton": Lazy("headmax.ops.kernels.rotary", "turned", needs="triton", interpreted=True)})
 
 
 def turned(product: Tensor, rotary: Rotary, heads: int, width: int, backend: str = "auto") -> tuple[Tensor, Tensor, Tensor]:

@@ -38,7 +38,7 @@ def _unit_reference(x: Tensor, weight: Tensor, before: Tensor | None, scorer: Te
 
 
 for _name, _plain in (("short_conv", _reference), ("unit_conv", _unit_reference)):
-    register(_name, {"reference": _plain, "triton": Lazy("headmax.layers.triton_conv", _name, needs="triton", interpreted=True)})
+    register(_name, {"reference": _plain, "triton": Lazy("headmax.ops.kernels.conv", _name, needs="triton", interpreted=True)})
 
 
 def _after_states(state: Tensor, x: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,7 @@ def _step(op: Op, inputs: tuple[Tensor, ...], state: Tensor, scale: float, **opt
     return o
 
 
-register("step", {"reference": _step, "triton": Lazy("headmax.ops.triton_step", "step", needs="triton", interpreted=True)})
+register("step", {"reference": _step, "triton": Lazy("headmax.ops.kernels.step", "step", needs="triton", interpreted=True)})
 
 
 def _obstacle(op: Op, q: Tensor, v: Tensor) -> str | None:

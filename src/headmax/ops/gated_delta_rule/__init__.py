@@ -10,9 +10,9 @@ from torch import Tensor
 from headmax.ops.checks import check_recurrence, check_shape, too_wide
 from headmax.ops.context import erasing, over_pieces
 from headmax.ops.gated_delta_rule import chunkwise, reference
+from headmax.ops.kernels.tiles import shared_memory
 from headmax.ops.packing import Packing
 from headmax.ops.registry import dispatch, no_autocast, register_recurrence
-from headmax.ops.triton_tiles import shared_memory
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -22,7 +22,7 @@ register_recurrence(
     "gated_delta_rule",
     reference.gated_delta_rule,
     chunkwise.gated_delta_rule,
-    triton="gated_delta_rule.triton_chunk:gated_delta_rule",
+    triton="kernels.delta:gated_delta_rule",
     fla="gated_delta_rule.fla:gated_delta_rule",
 )
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 for _name, _plain in (("head_gate", reference.head_gate), ("split_gates", reference.split_gates)):
-    register(_name, {"reference": _plain, "triton": Lazy("headmax.ops.head_gate.triton_gate", _name, needs="triton", interpreted=True)})
+    register(_name, {"reference": _plain, "triton": Lazy("headmax.ops.kernels.gate", _name, needs="triton", interpreted=True)})
 
 
 def _check_kind(op: str, kind: str) -> None:

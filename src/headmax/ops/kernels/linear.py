@@ -18,9 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headmax.layers.triton_launch import early, wait_for_previous
-from headmax.ops.launch import launch
-from headmax.ops.triton_tiles import cdiv, power_of_2, processors
+from headmax.ops.kernels.launch import early, launch, wait_for_previous
+from headmax.ops.kernels.tiles import cdiv, power_of_2, processors
 
 TILE = 16_384
 """Entries of the matrices that a program for a single row holds at once."""

@@ -10,9 +10,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from headmax.ops.launch import launch
+from headmax.ops.kernels.launch import launch
+from headmax.ops.kernels.tiles import cdiv, power_of_2
 from headmax.ops.library import define_op
-from headmax.ops.triton_tiles import cdiv, power_of_2
 
 TOKENS = 16
 """Tokens of a program."""

@@ -11,11 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headmax.layers.rotary import Rotary
-from headmax.layers.triton_launch import early, wait_for_previous
-from headmax.ops.launch import launch
-from headmax.ops.triton_step import add_both, advance, unit_length, value_tile
-from headmax.ops.triton_tiles import cdiv, power_of_2
+from headmax.ops.kernels.launch import early, launch, wait_for_previous
+from headmax.ops.kernels.step import add_both, advance, unit_length, value_tile
+from headmax.ops.kernels.tiles import cdiv, power_of_2
 
 GATED = 4096
 """Entries of a gate's matrix that a program holds."""
@@ -185,7 +183,7 @@ def mixer_step(
     projected: Tensor,
     sums: Tensor | None,
     state: Tensor,
-    rotary: Rotary | None,
+    angles: tuple[Tensor, Tensor] | None,
     decay: Decay,
     skip: Tensor | None,
     numbers: tuple[float, float, float, float],
@@ -197,6 +195,7 @@ def mixer_step(
         projected: [rows, ...], the parts of a row where the constants say.
         sums: [rows, 2, H, parts], the gates' scores, if `projected` does not hold them.
         state: [rows, H, K, V], moved on in place.
+        angles: cosine and sine of each row's position, [rows or 1, 1, 1, K / 2].
         skip: [H], what a head reads of its value directly.
         numbers: temperature and scale of the gates, what divides log-decays, and the scale of queries.
     """
@@ -205,14 +204,13 @@ def mixer_step(
     blocks, parts = cdiv(value, width), 1 if sums is None else sums.shape[3]
     out = projected.new_empty(rows, heads * value, dtype=torch.float32)
     read = out.new_empty(rows, heads) if constants["READ"] == "after_norm" else None
-    angles = (None, None) if rotary is None else rotary
-    angle_stride = 0 if rotary is None or len(rotary[0]) == 1 else key // 2  # all rows may share their position
+    angle_stride = 0 if angles is None or len(angles[0]) == 1 else key // 2  # all rows may share their position
     strides = projected.stride(0), angle_stride, 0 if decay.x is None else decay.x.stride(0)
     sizes = {"H": heads, "K": key, "V": value, "PARTS": parts, "BK": max(16, power_of_2(key)), "BV": width,
              "BH": power_of_2(heads), "BR": power_of_2(constants["RANK"]), "BP": power_of_2(parts), "num_warps": warps}  # fmt: skip
     launch(
         mixer_step_kernel, (blocks, heads, rows),
-        (projected, sums, state, out, read, *angles, *decay, skip, *strides, *numbers),
+        (projected, sums, state, out, read, *(angles or (None, None)), *decay, skip, *strides, *numbers),
         constants | sizes | early(state.device),
     )  # fmt: skip
     return out, read

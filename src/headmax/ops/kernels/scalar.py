@@ -7,8 +7,8 @@
     scores   = (scale read_gate q)(write_gate k)^T ⊙ D, below and on the diagonal
     whole    = b_C                                   the log-decay of the state over the chunk
 
-with b the running sum of log-decays, which kernels keep as powers of two; `half` is 0 but for decays per channel (triton_channel.py).
-All else is matrix products (triton_scan.py), forwards
+with b the running sum of log-decays, which kernels keep as powers of two; `half` is 0 but for decays per channel (channel.py).
+All else is matrix products (scan.py), forwards
 
     S' = exp(whole) S + exp(half) writing^T v
     o  = reading exp(half) S + scores v
@@ -28,18 +28,14 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from headmax.ops.launch import launch
-from headmax.ops.library import define_op
-from headmax.ops.packing import CHUNK, Packing
-from headmax.ops.sequential import per_key_head, per_value_head
-from headmax.ops.triton_channel import (
+from headmax.ops.kernels.channel import (
     add_exact_score_gradients,
     exact_exponents,
     prepare_channel_kernel,
     sums_at,
     sums_from_the_end,
 )
-from headmax.ops.triton_common import (
+from headmax.ops.kernels.common import (
     Layout,
     causal_mask,
     chunk_span,
@@ -54,8 +50,12 @@ from headmax.ops.triton_common import (
     tile,
     values_at,
 )
-from headmax.ops.triton_scan import begins_shape, load_decays, scan, scan_and_read, shape_arguments
-from headmax.ops.triton_tiles import chunk_length, tile_arguments
+from headmax.ops.kernels.launch import launch
+from headmax.ops.kernels.scan import begins_shape, load_decays, scan, scan_and_read, shape_arguments
+from headmax.ops.kernels.tiles import chunk_length, tile_arguments
+from headmax.ops.library import define_op
+from headmax.ops.packing import CHUNK, Packing
+from headmax.ops.sequential import per_key_head, per_value_head
 
 SHORT = tl.constexpr(CHUNK)
 """Tokens of a chunk that is not long."""

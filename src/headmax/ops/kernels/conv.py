@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from headmax.ops.gated_delta_rule.reference import EPS
-from headmax.ops.launch import launch
+from headmax.ops.kernels.common import beside, sigmoid
+from headmax.ops.kernels.launch import launch
+from headmax.ops.kernels.tiles import cdiv, power_of_2
 from headmax.ops.library import define_op
-from headmax.ops.triton_common import beside, sigmoid
-from headmax.ops.triton_tiles import cdiv, power_of_2
 
 SPAN = 64
 """Tokens of a program."""

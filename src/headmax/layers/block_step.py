@@ -15,8 +15,8 @@ from headmax.layers.mixers.state import RecurrentSlots
 from headmax.layers.mixers.terms import StepTerms
 from headmax.layers.norm import RMSNorm
 from headmax.layers.rotary import Rotary
-from headmax.layers.triton_linear import Convolution, LinearInput, Scores, linear, score_part
-from headmax.layers.triton_mixer import Decay, gated_norm, mixer_step
+from headmax.ops.kernels.linear import Convolution, LinearInput, Scores, linear, score_part
+from headmax.ops.kernels.mixer_step import Decay, gated_norm, mixer_step
 
 if TYPE_CHECKING:
     from headmax.layers.block import Block

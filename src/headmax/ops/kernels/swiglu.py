@@ -1,6 +1,6 @@
 """SwiGLU in Triton, from the product that gives its gate and its input side by side, to which gradients go straight back.
 
-As with the read-out (triton_norm.py), the last projection belongs to the op: its gradient needs what the gradient kernel has at hand.
+As with the read-out (norm.py), the last projection belongs to the op: its gradient needs what the gradient kernel has at hand.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from headmax.ops.launch import launch
+from headmax.ops.kernels.common import sigmoid
+from headmax.ops.kernels.launch import launch
+from headmax.ops.kernels.tiles import cdiv
 from headmax.ops.library import define_op
-from headmax.ops.triton_common import sigmoid
-from headmax.ops.triton_tiles import cdiv
 
 ROWS, COLUMNS = 4, 256
 """Tokens and channels of a program."""

@@ -16,10 +16,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from headmax.ops.launch import launch
+from headmax.ops.kernels.common import sigmoid
+from headmax.ops.kernels.launch import launch
+from headmax.ops.kernels.tiles import cdiv, power_of_2, processors
 from headmax.ops.library import define_op
-from headmax.ops.triton_common import sigmoid
-from headmax.ops.triton_tiles import cdiv, power_of_2, processors
 
 TILE = 2048
 """Numbers of a tile, of as many rows as that makes."""

@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from headmax.ops.checks import check_recurrence, check_shape
-from headmax.ops.launch import launch
-from headmax.ops.triton_tiles import cdiv, power_of_2, processors
+from headmax.ops.kernels.launch import launch
+from headmax.ops.kernels.tiles import cdiv, power_of_2, processors
 
 EPS = tl.constexpr(1e-6)
 """Of unit lengths, as `gated_delta_rule` has it."""

@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headmax.ops.launch import launch
-from headmax.ops.triton_common import LOG2_E
-from headmax.ops.triton_tiles import power_of_2
+from headmax.ops.kernels.common import LOG2_E
+from headmax.ops.kernels.launch import launch
+from headmax.ops.kernels.tiles import power_of_2
 
 
 @triton.jit

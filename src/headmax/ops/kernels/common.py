@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headmax.ops.kernels.tiles import cdiv
 from headmax.ops.packing import CHUNK
-from headmax.ops.triton_tiles import cdiv
 
 
 def contiguous(*tensors: Tensor | None) -> list[Any]:

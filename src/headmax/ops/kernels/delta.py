@@ -3,7 +3,7 @@ attention with values u, and shares its kernels.
 
 Within a chunk (I + L) u = β (write_gate v - exp(b) k S), L the strictly lower part of β (K K^T ⊙ D): one triangular inverse per chunk,
 by substitution (a power series would cancel catastrophically where keys resemble each other), and two products that wait for the state.
-What depends on the kind of decay is made here for one per head, in triton_delta_channel.py for one per channel.
+What depends on the kind of decay is made here for one per head, in delta_channel.py for one per channel.
 """
 
 from __future__ import annotations
@@ -16,13 +16,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from headmax.ops.gated_delta_rule import triton_unit
 from headmax.ops.gated_delta_rule.reference import EPS
-from headmax.ops.launch import launch
-from headmax.ops.library import define_op
-from headmax.ops.packing import CHUNK, Packing
-from headmax.ops.sequential import per_key_head, per_value_head
-from headmax.ops.triton_common import (
+from headmax.ops.kernels import unit_length
+from headmax.ops.kernels.common import (
     Layout,
     beside,
     channel_block,
@@ -39,10 +35,14 @@ from headmax.ops.triton_common import (
     tile,
     unit_lower_inverse,
 )
-from headmax.ops.triton_decayed import Prepared, Reader, prepare, prepare_channel, query_key_gradients
-from headmax.ops.triton_delta_channel import channel_write_gradients, channel_writes
-from headmax.ops.triton_scan import combine, load_decays, scaled, shape_arguments, spread
-from headmax.ops.triton_tiles import cdiv, reads_in_scan, tile_arguments
+from headmax.ops.kernels.delta_channel import channel_write_gradients, channel_writes
+from headmax.ops.kernels.launch import launch
+from headmax.ops.kernels.scalar import Prepared, Reader, prepare, prepare_channel, query_key_gradients
+from headmax.ops.kernels.scan import combine, load_decays, scaled, shape_arguments, spread
+from headmax.ops.kernels.tiles import cdiv, reads_in_scan, tile_arguments
+from headmax.ops.library import define_op
+from headmax.ops.packing import CHUNK, Packing
+from headmax.ops.sequential import per_key_head, per_value_head
 
 NARROWEST = 32
 """Columns of a block of states: segments do half of the work over again and more, so narrow blocks come before them."""
@@ -136,7 +136,7 @@ def delta_scan_kernel(
 ):  # fmt: skip
     """u = fresh - erase S ;  S' = exp(whole) S + writing^T u, some columns of the state through a segment of a sequence.
 
-    If the decay is per CHANNEL, 2^half S stands for S and 2^half writing for writing, see triton_scan.py.
+    If the decay is per CHANNEL, 2^half S stands for S and 2^half writing for writing, see scan.py.
     STORE keeps S and u for each chunk, READ in the place of u what is read out, reading S + scores u; both keep the last state, and begin
     with `cut` (see below) if CUT. With neither it is to fill `cut`: a sequence's first segment begins with `begin`, the last is left out,
     and those between turn the identity too, in further columns, which nothing is written to.
@@ -520,13 +520,13 @@ def cut_shape(k: Tensor, v: Tensor, layout: Layout) -> tuple[int, ...]:
 
 def keys_for(x: Tensor, v: Tensor, normalize: bool) -> Tensor:
     """Queries or keys as the recurrence takes them: of unit length if `normalize`, one for each value head."""
-    return per_value_head(triton_unit.unit_length(x, EPS) if normalize else x, v)
+    return per_value_head(unit_length.unit_length(x, EPS) if normalize else x, v)
 
 
 def keys_gradient(d_x: Tensor, x: Tensor, normalize: bool) -> Tensor:
     """The gradient of x from that of `keys_for` of it."""
     d_x = per_key_head(d_x, x)
-    return triton_unit.unit_length_gradient(x, d_x, EPS) if normalize else d_x
+    return unit_length.unit_length_gradient(x, d_x, EPS) if normalize else d_x
 
 
 def prepare_writes(

@@ -7,12 +7,15 @@ launched directly.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
+from triton.language.extra import cuda
 
 
 class Compiled(NamedTuple):
@@ -76,3 +79,23 @@ def launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants:
     known.run(
         x, y, z, driver.get_current_stream(device), known.function, known.metadata, None, None, None, *args, *known.constants
     )  # fmt: skip
+
+
+# Kernels that start before the one ahead of them has ended (Hopper's "programmatic dependent launch"): while it finishes, they load what it
+# does not write. The kernels that decode are so short that their start and their first loads would be a good part of them.
+
+
+@triton.jit
+def wait_for_previous(EARLY: tl.constexpr):
+    """From here on all that earlier kernels wrote is there, and the next kernel may start. What a kernel loads before this must be
+    older than the step; what it stores must come after."""
+    if EARLY:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
+
+
+@functools.cache
+def early(device: torch.device) -> dict[str, bool]:
+    """A launch's arguments for a kernel that calls `wait_for_previous`."""
+    able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"EARLY": able} | ({"launch_pdl": True} if able else {})

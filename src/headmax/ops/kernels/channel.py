@@ -20,8 +20,8 @@ import math
 import triton
 import triton.language as tl
 
+from headmax.ops.kernels.common import base_2, causal_mask, chunk_span, row_values, tile
 from headmax.ops.packing import CHUNK
-from headmax.ops.triton_common import base_2, causal_mask, chunk_span, row_values, tile
 
 MILD = tl.constexpr(120 * math.log2(math.e))
 """A decay of exp(-120), split in two, leaves factors of at most exp(60): float32's and bfloat16's range has room for queries and keys."""

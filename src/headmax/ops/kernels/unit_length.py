@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headmax.ops.launch import launch
-from headmax.ops.triton_tiles import cdiv, power_of_2
+from headmax.ops.kernels.launch import launch
+from headmax.ops.kernels.tiles import cdiv, power_of_2
 
 ROWS = 32
 """Heads of tokens in a program's tile."""

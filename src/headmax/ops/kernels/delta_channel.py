@@ -1,4 +1,4 @@
-"""The delta rule's writes with a decay per key channel (KDA), on what triton_channel.py makes of decays.
+"""The delta rule's writes with a decay per key channel (KDA), on what channel.py makes of decays.
 
 Keys that erase are one more reader of the states, with beta for a gate: with `reading`, `writing` and `scores` of theirs,
 
@@ -15,11 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headmax.ops.launch import launch
-from headmax.ops.triton_common import Layout, chunk_span, row_values, tile, unit_lower_inverse
-from headmax.ops.triton_decayed import Prepared, query_key_gradients
-from headmax.ops.triton_scan import shape_arguments
-from headmax.ops.triton_tiles import tile_arguments
+from headmax.ops.kernels.common import Layout, chunk_span, row_values, tile, unit_lower_inverse
+from headmax.ops.kernels.launch import launch
+from headmax.ops.kernels.scalar import Prepared, query_key_gradients
+from headmax.ops.kernels.scan import shape_arguments
+from headmax.ops.kernels.tiles import tile_arguments
 
 
 @triton.jit

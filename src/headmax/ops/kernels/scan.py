@@ -4,7 +4,7 @@
     o  = readers 2^half S + scores values      `combine` from states that a scan stored, or the scan itself, which then stores none
 
 Forwards keys are `writing` and readers `reading`; backwards, with gradients for values, the other way round, and scores are transposed.
-What is kept on the way is 2^half S: with a decay per channel `half` is half of `whole` in most chunks, else 0 (triton_channel.py).
+What is kept on the way is 2^half S: with a decay per channel `half` is half of `whole` in most chunks, else 0 (channel.py).
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headmax.ops.launch import launch
-from headmax.ops.triton_common import (
+from headmax.ops.kernels.common import (
     Layout,
     channel_block,
     chunk_span,
@@ -28,7 +27,8 @@ from headmax.ops.triton_common import (
     state_tile,
     tile,
 )
-from headmax.ops.triton_tiles import cdiv, processors, reads_in_scan, tile_arguments
+from headmax.ops.kernels.launch import launch
+from headmax.ops.kernels.tiles import cdiv, processors, reads_in_scan, tile_arguments
 
 
 @triton.jit
