@@ -81,6 +81,21 @@ def test_the_benchmarks_stay_small() -> None:
     assert sum(len(path.read_text().splitlines()) for path in (SOURCE / "bench").glob("*.py")) <= 1000
 
 
+MANY_PARAMETERS = {"row_kernel", "few_rows_kernel", "rows_kernel", "mixer_step_kernel", "query_key_gradients_channel_exact_kernel"}
+
+
+def test_kernels_stay_readable() -> None:
+    """Files that fit in the head, and kernels whose calls can be checked by eye; a decoding step's take all of a layer's weights."""
+    found = set()
+    for path in (SOURCE / "ops" / "kernels").glob("*.py"):
+        assert len(path.read_text().splitlines()) <= 500, path
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
+                assert ast.get_docstring(node), node.name
+                found |= {node.name} if len(node.args.args) > 24 else set()
+    assert found == MANY_PARAMETERS
+
+
 def test_tables_have_one_renderer_and_checkpoints_one_loader() -> None:
     owners = {"import rich.table": "tables.py", '" & ".join': "tables.py", "---:": "tables.py", "' | '.join": "tables.py"}
     owners |= {"def load_model(": "train/loading.py", "def read_weights(": "models/weights.py"}

@@ -18,7 +18,7 @@ class Reached(BaseException):
 
 def test_few_functions_lie_between_command_and_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    from headmax.ops.kernels import scalar
+    from headmax.ops.kernels import channel
 
     frames: list[tuple[str, str]] = []
 
@@ -27,7 +27,7 @@ def test_few_functions_lie_between_command_and_kernel(tmp_path: Path, monkeypatc
         frames.extend((name, str(path.relative_to(SOURCE))) for path, name in stack if path.is_relative_to(SOURCE))
         raise Reached
 
-    monkeypatch.setattr(scalar, "launch", launch)
+    monkeypatch.setattr(channel, "launch", launch)
     options = "--device cpu --model.fused --model.backend triton --batch-tokens 49 --compute.micro-batch 1"
     with pytest.raises(Reached):
         main(["train", "mqar-softmax-gla", "--out", str(tmp_path), *options.split()])

@@ -1,6 +1,6 @@
 """Do the kernels fit a GPU that is not at hand? `python -m lab bench fit 89` compiles them for sm_89.
 
-For Hopper it also looks for loops that fill a tile anew while a product may still read it (see `settled` in ops/kernels/common.py).
+For Hopper it also looks for loops that fill a tile anew while a product may still read it (see `wait_for_dot` in ops/kernels/common.py).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from headmax.ops.kernels.common import MIN_SEGMENT
 from headmax.ops.kernels.conv import short_conv, unit_conv
 from headmax.ops.kernels.loss import cross_entropy_rows
 from headmax.ops.kernels.norm import read_out, rms_norm
-from headmax.ops.kernels.rotary import turned
+from headmax.ops.kernels.rotary import split_rotary
 from headmax.ops.kernels.swiglu import swiglu
 from headmax.ops.packing import LONG_CHUNK
 from headmax.ops.spec import Case
@@ -210,7 +210,7 @@ def layer_calls(dtype: torch.dtype) -> Iterator[Call]:
     angles = torch.ones(1, 70, 1, 32)
     for further in (0, 8):
         product_ = torch.ones(1, 70, 256 + further, dtype=dtype, requires_grad=True)
-        yield Call("turned", functools.partial(trained, turned, product_, angles, angles, 2, 64), once=further > 0)
+        yield Call("split_rotary", functools.partial(trained, split_rotary, product_, angles, angles, 2, 64), once=further > 0)
     yield Call("loss", lambda: cross_entropy_rows(torch.ones(3, 32_000, dtype=dtype), torch.arange(3)), once=True)
 
 

@@ -32,21 +32,21 @@ from headmax.ops.kernels.common import (
     channel_block,
     chunk_span,
     contiguous,
+    decay_factors,
     decay_matrix,
-    decay_rows,
     decay_sums,
     dot_precision,
-    nth,
-    row_values,
+    load_chunk_gate,
+    scan_index,
     segment_span,
-    settled,
     state_tile,
     tile,
     unit_lower_inverse,
+    wait_for_dot,
 )
-from headmax.ops.kernels.delta import NARROWEST, carry, cut_shape
+from headmax.ops.kernels.delta_scan import NARROWEST, carry, delta_boundaries_shape
 from headmax.ops.kernels.launch import launch
-from headmax.ops.kernels.scan import spread
+from headmax.ops.kernels.scan import scan_tiles
 from headmax.ops.kernels.tiles import cdiv, power_of_2, tile_width
 from headmax.ops.packing import CHUNK, Packing
 
@@ -74,11 +74,11 @@ def tiles_for(kernel: str, x: Inputs, value: bool = True) -> dict[str, int]:
 def delta_prepare_kernel(
     q, k, log_decay, beta, read_gate, write_gate, inverse, scores, factors, whole, table, scale, eps, T, size,
     H: tl.constexpr, TIMES: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr,
-    UNIT: tl.constexpr, KNOWN: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    UNIT: tl.constexpr, KNOWN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What scans need of a chunk beside q, k and v, for the TIMES value heads of a key head; the inverses unless they are KNOWN."""
     chunk, key_head = tl.program_id(0), tl.program_id(1)
-    first, count = chunk_span(chunk, table, T, C, PACKED)
+    first, count = chunk_span(chunk, table, T, C)
     rows = tl.arange(0, C)
     products, keys = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
     of_q, of_k = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
@@ -89,7 +89,7 @@ def delta_prepare_kernel(
         of_q += tl.sum(t_q.to(tl.float32) * t_q.to(tl.float32), 1)
         of_k += tl.sum(t_k.to(tl.float32) * t_k.to(tl.float32), 1)
         if K > BK:
-            products, keys = settled(products, count), settled(keys, count)
+            products, keys = wait_for_dot(products, count), wait_for_dot(keys, count)
         products += tl.dot(t_q, tl.trans(t_k), input_precision=PRECISION)
         keys += tl.dot(t_k, tl.trans(t_k), input_precision=PRECISION)
     per_q, per_k = per_length(of_q, eps, UNIT) * scale, per_length(of_k, eps, UNIT)
@@ -98,19 +98,19 @@ def delta_prepare_kernel(
         head = key_head * TIMES + i
         b, left, total = decay_sums(log_decay, first, count, head, H, C, "token")
         between = decay_matrix(b, log_decay, count, head, C, "token")  # [C, C]
-        strength = row_values(beta, first, count, head, H, C, True)
-        read = row_values(read_gate, first, count, head, H, C, READ)
+        strength = load_chunk_gate(beta, first, count, head, H, C)
+        read = load_chunk_gate(read_gate, first, count, head, H, C)
         if not KNOWN:
             lower = tl.where(rows[:, None] > rows[None, :], keys * between * strength[:, None], 0.0)
             p_i, in_i = tile(inverse, first, count, head, 0, H, C, C, C)
             tl.store(p_i, unit_lower_inverse(lower, C, PRECISION).to(inverse.dtype.element_ty), mask=in_i)
         p_a, in_a = tile(scores, first, count, head, 0, H, C, C, C)
         tl.store(p_a, (products * between * read[:, None]).to(scores.dtype.element_ty), mask=in_a)
-        from_start, p_f = decay_rows(b, count, C), factors + (first + rows) * H + head
+        from_start, p_f = decay_factors(b, count, C), factors + (first + rows) * H + head
         tl.store(p_f, read * per_q * from_start, mask=rows < count)
         tl.store(p_f + size, strength * per_k * from_start, mask=rows < count)
-        tl.store(p_f + 2 * size, per_k * decay_rows(left, count, C), mask=rows < count)
-        tl.store(p_f + 3 * size, strength * row_values(write_gate, first, count, head, H, C, WRITE), mask=rows < count)
+        tl.store(p_f + 2 * size, per_k * decay_factors(left, count, C), mask=rows < count)
+        tl.store(p_f + 3 * size, strength * load_chunk_gate(write_gate, first, count, head, H, C), mask=rows < count)
         tl.store(whole + chunk.to(tl.int64) * H + head, total.to(tl.float32))
 
 
@@ -152,11 +152,11 @@ def load_begin(
 def delta_scan_kernel(
     q, k, v, inverse, scores, factors, whole, begin, cut, states, out, end, table, starts, segments, T, size,
     H: tl.constexpr, TIMES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    KIND: tl.constexpr, PACKED: tl.constexpr, BEGIN: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr,
+    KIND: tl.constexpr, BEGIN: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Some columns of the state through a segment of a sequence.
 
-    To "read", `out` gets what is read out; to "store", u, and `states` each chunk's first. A "probe" fills `cut`, see delta.py:
+    To "read", `out` gets what is read out; to "store", u, and `states` each chunk's first. A "probe" fills `cut`, see delta_scan.py:
     the first segment begins with `begin`, the last is left out, and those between turn the identity too, in further columns, which
     nothing is written to. A chunk's factors are fetched one chunk ahead: no step waits for them.
     """
@@ -168,7 +168,7 @@ def delta_scan_kernel(
         if (segment == segments - 1) | ((segment == 0) & (v_start >= EDGE)):
             return
         v_start = tl.where(v_start < EDGE, v_start, v_start - EDGE + V)
-    first_chunk, chunks, token, last = segment_span(run, segments, table, starts, T, C, PACKED)
+    first_chunk, chunks, token, last = segment_span(run, segments, table, starts, T, C)
     columns, place, whole_place = v_start + tl.arange(0, BV), run.to(tl.int64) * H + head, sequence.to(tl.int64) * H + head
     state = load_begin(begin, cut, whole_place, place, segment == 0, v_start, K, V, BK, BV, BEGIN, CUT)  # [BK, BV]
     if PROBE:
@@ -217,7 +217,7 @@ def delta_scan_kernel(
 def delta_scan_back_kernel(
     q, k, d_o, inverse, scores, factors, whole, begin, cut, d_states, y, end, table, starts, segments, T, size,
     H: tl.constexpr, TIMES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    PACKED: tl.constexpr, BEGIN: tl.constexpr, STORE: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr,
+    BEGIN: tl.constexpr, STORE: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Some columns of the states' gradient backwards through a segment of a sequence, and y.
 
@@ -227,7 +227,7 @@ def delta_scan_back_kernel(
     sequence, segment, key_head = run // segments, run % segments, head // TIMES
     if (segment == 0) & (not STORE):
         return
-    first_chunk, chunks, token, last = segment_span(run, segments, table, starts, T, C, PACKED)
+    first_chunk, chunks, token, last = segment_span(run, segments, table, starts, T, C)
     columns, place, whole_place = v_start + tl.arange(0, BV), run.to(tl.int64) * H + head, sequence.to(tl.int64) * H + head
     gradient = load_begin(begin, cut, whole_place, place, segment == segments - 1, v_start, K, V, BK, BV, BEGIN, CUT)  # [BK, BV]
     first = token + (chunks - 1) * C
@@ -235,7 +235,7 @@ def delta_scan_back_kernel(
     read, erase, write, _ = row_factors(factors, size, first, count, head, H, C)
     decay = tl.load(whole + (first_chunk + chunks - 1).to(tl.int64) * H + head, mask=chunks > 0, other=0.0)
     for i in range(chunks):
-        n = nth(i, chunks, True)
+        n = scan_index(i, chunks, True)
         first = token + n * C
         count, index = tl.minimum(C, last - first).to(tl.int32), (first_chunk + n).to(tl.int64) * H + head
         p_q, in_q = tile(q, first, count, key_head, 0, H // TIMES, K, C, BK)
@@ -276,17 +276,17 @@ def delta_gradients_kernel(
     q, k, v, d_o, u, y, states, d_states, log_decay, beta, read_gate, write_gate,
     d_q, d_k, d_v, d_decay, d_beta, d_read, d_write, table, scale, eps, T,
     H: tl.constexpr, TIMES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    READ: tl.constexpr, WRITE: tl.constexpr, UNIT: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    READ: tl.constexpr, WRITE: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A chunk's gradients, for one value head: d_q and d_k [B,T,HV,K] are those of q and k of unit length."""
     chunk, head = tl.program_id(0) // H, tl.program_id(0) % H
-    first, count = chunk_span(chunk, table, T, C, PACKED)
+    first, count = chunk_span(chunk, table, T, C)
     key_head, index, rows = head // TIMES, chunk.to(tl.int64) * H + head, tl.arange(0, C)
     at, there = (first + rows) * H + head, rows < count
     d_scores, d_lower = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
     met = tl.zeros([C], tl.float32)
-    strength, write = row_values(beta, first, count, head, H, C, True), row_values(write_gate, first, count, head, H, C, WRITE)
-    read = row_values(read_gate, first, count, head, H, C, READ)
+    strength, write = load_chunk_gate(beta, first, count, head, H, C), load_chunk_gate(write_gate, first, count, head, H, C)
+    read = load_chunk_gate(read_gate, first, count, head, H, C)
     for v_start in range(0, V, BV):
         p_v, in_v = tile(v, first, count, head, v_start, H, V, C, BV)
         p_o, in_o = tile(d_o, first, count, head, v_start, H, V, C, BV)
@@ -296,7 +296,7 @@ def delta_gradients_kernel(
         t_v, t_o = tl.load(p_v, mask=in_v, other=0.0), tl.load(p_o, mask=in_o, other=0.0)
         t_u, t_y = tl.load(p_u, mask=in_u, other=0.0), tl.load(p_y, mask=in_y, other=0.0)  # [C, BV]
         if V > BV:
-            d_scores, d_lower = settled(d_scores, count), settled(d_lower, count)
+            d_scores, d_lower = wait_for_dot(d_scores, count), wait_for_dot(d_lower, count)
         d_scores += tl.dot(t_o, tl.trans(t_u), input_precision=PRECISION)
         d_lower += tl.dot(t_y, tl.trans(t_u), input_precision=PRECISION)
         met += tl.sum(t_y.to(tl.float32) * t_v.to(tl.float32), 1)
@@ -310,12 +310,16 @@ def delta_gradients_kernel(
         of_q += tl.sum(t_q.to(tl.float32) * t_q.to(tl.float32), 1)
         of_k += tl.sum(t_k.to(tl.float32) * t_k.to(tl.float32), 1)
         if K > BK:
-            products, keys = settled(products, count), settled(keys, count)
+            products, keys = wait_for_dot(products, count), wait_for_dot(keys, count)
         products += tl.dot(t_q, tl.trans(t_k), input_precision=PRECISION)
         keys += tl.dot(t_k, tl.trans(t_k), input_precision=PRECISION)
     per_q, per_k = per_length(of_q, eps, UNIT), per_length(of_k, eps, UNIT)
     b, left, total = decay_sums(log_decay, first, count, head, H, C, "token")
-    between, from_start, to_end = decay_matrix(b, log_decay, count, head, C, "token"), decay_rows(b, count, C), decay_rows(left, count, C)
+    between, from_start, to_end = (
+        decay_matrix(b, log_decay, count, head, C, "token"),
+        decay_factors(b, count, C),
+        decay_factors(left, count, C),
+    )
     d_scores *= between * scale
     d_lower = -tl.where(rows[:, None] > rows[None, :], d_lower * between, 0.0)  # but for beta, which it has a gradient of itself
     read_scores = d_scores * products * per_q[:, None] * per_k[None, :]
@@ -341,7 +345,7 @@ def delta_gradients_kernel(
             t_y = tl.load(p_y, mask=in_y, other=0.0)
             t_s, t_d = tl.load(p_s, mask=in_s, other=0.0), tl.load(p_d, mask=in_d, other=0.0)  # [BK, BV]
             if V > BV:
-                g_read, g_erase, g_write = settled(g_read, count), settled(g_erase, count), settled(g_write, count)
+                g_read, g_erase, g_write = wait_for_dot(g_read, count), wait_for_dot(g_erase, count), wait_for_dot(g_write, count)
             g_read += tl.dot(t_o, tl.trans(t_s), input_precision=PRECISION)
             g_erase += tl.dot(t_y, tl.trans(t_s), input_precision=PRECISION)
             g_write += tl.dot(t_u, tl.trans(t_d), input_precision=PRECISION)
@@ -408,7 +412,7 @@ class Inputs(NamedTuple):
     def shape(self) -> dict[str, Any]:
         """What all kernels are specialised to."""
         key_heads, heads = self.k.shape[2], self.v.shape[2]
-        return {"H": heads, "TIMES": heads // key_heads, "K": self.k.shape[3], "C": self.layout.chunk, "PACKED": self.layout.packed,
+        return {"H": heads, "TIMES": heads // key_heads, "K": self.k.shape[3], "C": self.layout.chunk,
                 "PRECISION": dot_precision(self.k.dtype)}  # fmt: skip
 
     def gates(self) -> dict[str, bool]:
@@ -519,8 +523,8 @@ class GatedDeltaRule(torch.autograd.Function):
         x = Inputs._make([*given, scale, normalize, layout])
         made, runs = prepare(x), layout.sequences
         # segments would have to be chosen by this scan's own tiles; until then, by those of the scan that is
-        _, segments = spread("delta_scan", x.k, x.v, layout, NARROWEST)
-        cut = x.v.new_empty(cut_shape(x.k, x.v, layout), dtype=torch.float32)
+        _, segments = scan_tiles("delta_scan", x.k, x.v, layout, NARROWEST)
+        cut = x.v.new_empty(delta_boundaries_shape(x.k, x.v, layout), dtype=torch.float32)
         if segments > 1:
             scan(x, made, "probe", initial, cut, segments)
             carry(cut, initial, x.v, runs)

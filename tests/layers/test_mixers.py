@@ -506,7 +506,7 @@ def test_the_kernels_of_a_fused_mixer(name: str, settings: dict[str, Any] | None
     for actual in (gradients(mixer, fused=True), gradients(compiled, fused=True)):
         assert max(distance(a, e) for a, e in zip(actual, expected, strict=True)) <= 2e-5
     called = [str(node.target) for part in counter.graphs[0].modules() if hasattr(part, "graph") for node in part.graph.nodes]
-    kernels = {"retnet": "turned", "gated_deltanet": "short_conv", "gla": "decayed_attention"}
+    kernels = {"retnet": "split_rotary", "gated_deltanet": "short_conv", "gla": "decayed_attention"}
     for kernel in ("read_out", kernels[name]):
         assert any(kernel in target for target in called), kernel
     assert sum(target == "headmax.split_gates.default" for target in called) == (gates is not None)

@@ -133,8 +133,8 @@ def test_kernels_take_tensors_however_they_lie() -> None:
         (conv._backward, (x, x[..., :0], x), (taps, None, None, None, 2, 1e-6)),
         (swiglu._swiglu, (swish,), (out[:, :6],)),
         (swiglu._swiglu_backward, (swish[:, :6], swish), ()),
-        (rotary._turned, (swish,), (angles, angles, 1, 6)),
-        (rotary._turned_backward, (o[:, :1], o[:, 1:], swish[:, :0]), (angles, angles)),
+        (rotary._split_rotary, (swish,), (angles, angles, 1, 6)),
+        (rotary._split_rotary_backward, (o[:, :1], o[:, 1:], swish[:, :0]), (angles, angles)),
     ):
         expected, actual = (op(*(lay(y) for y in given), *others) for lay in (torch.Tensor.contiguous, apart))
         for a, e in zip(*((y,) if isinstance(y, Tensor) else y for y in (actual, expected)), strict=True):

@@ -1,10 +1,10 @@
-"""Queries and keys that are turned on their way out of a product."""
+"""Queries and keys that are rotated on their way out of a product."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from headmax.layers.rotary import RotarySettings, rotate, turned
+from headmax.layers.rotary import RotarySettings, rotate, split_rotary
 from tests.layers.compare import DEVICES, compare
 
 
@@ -21,7 +21,7 @@ def test_the_kernel_that_turns(heads: int, width: int, further: int, rows: int, 
         rotary = RotarySettings(width, 1e4).at(positions.to(product.device), torch.float64)
         if product.dtype != torch.float64:
             rotary = type(rotary)(*(x.float() for x in rotary))
-        return turned(product, rotary, heads, width, backend)
+        return split_rotary(product, rotary, heads, width, backend)
 
     compare(function, [torch.randn(2, 19, 2 * heads * width + further)], device, dtype, bound)
 
@@ -29,7 +29,7 @@ def test_the_kernel_that_turns(heads: int, width: int, further: int, rows: int, 
 def test_turned_parts_are_those_of_the_product() -> None:
     torch.manual_seed(0)
     product, rotary = torch.randn(2, 5, 2 * 3 * 8 + 4, dtype=torch.float64), RotarySettings(8, 1e4).at(torch.arange(5)[None], torch.float64)
-    q, k, rest = turned(product, rotary, 3, 8)
+    q, k, rest = split_rotary(product, rotary, 3, 8)
     torch.testing.assert_close(q, rotate(product[..., :24].unflatten(-1, (3, 8)), rotary))
     torch.testing.assert_close(k, rotate(product[..., 24:48].unflatten(-1, (3, 8)), rotary))
     torch.testing.assert_close(rest, product[..., 48:])
@@ -37,8 +37,8 @@ def test_turned_parts_are_those_of_the_product() -> None:
 
 def test_the_operator_that_turns_is_registered_properly() -> None:
     pytest.importorskip("triton")
-    from headmax.ops.kernels.rotary import _turned
+    from headmax.ops.kernels.rotary import _split_rotary
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     cos, sin = torch.randn(2, 5, 4, device=device)
-    torch.library.opcheck(_turned, (torch.randn(10, 19, device=device), cos, sin, 1, 8))
+    torch.library.opcheck(_split_rotary, (torch.randn(10, 19, device=device), cos, sin, 1, 8))

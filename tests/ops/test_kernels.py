@@ -71,7 +71,7 @@ def test_blocks_of_states_half_as_wide_change_no_bit(name: str, kernel: str, key
 
     def on(processors: int) -> tuple[dict[str, int], int]:
         monkeypatch.setattr(scan, "processors", lambda device: processors)
-        return scan.spread(kernel, inputs["k"], inputs["v"], scan.Layout(1, 200, None, None), narrowest=32)
+        return scan.scan_tiles(kernel, inputs["k"], inputs["v"], scan.Layout(1, 200, None, None), narrowest=32)
 
     whole, _ = on(1)
     expected = run(SPECS[name], inputs, "triton")
@@ -307,14 +307,14 @@ CHECKS = ("test_schema", "test_faketensor")
 @pytest.mark.parametrize("name", SPECS)
 def test_operators_are_registered_properly(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Schema and fake implementation, by PyTorch's own check, of whole sequences and of segments."""
-    from headmax.ops.kernels import delta, scalar
+    from headmax.ops.kernels import decayed_attention, delta_rule
 
     x = inputs_of(name, both(name))
     gates = (x["read_gate"], x["write_gate"], 0.3, x["initial_state"], None, None)
     if name in ("gated_delta_rule", "kda"):
-        op, arguments = delta._forward, (x["q"], x["k"], x["v"], x["log_decay"], x["beta"], *gates, True)
+        op, arguments = delta_rule._forward, (x["q"], x["k"], x["v"], x["log_decay"], x["beta"], *gates, True)
     else:
-        op, arguments = scalar._forward, (x["q"], x["k"], x["v"], x["log_decay"], *gates)
+        op, arguments = decayed_attention._forward, (x["q"], x["k"], x["v"], x["log_decay"], *gates)
     torch.library.opcheck(op, arguments, test_utils=CHECKS)
     cut_into_segments(monkeypatch)
     torch.library.opcheck(op, arguments, test_utils=CHECKS)

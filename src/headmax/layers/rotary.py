@@ -40,15 +40,18 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     return torch.cat([(first * cos - second * sin).to(x.dtype), (second * cos + first * sin).to(x.dtype), rest], dim=-1)
 
 
-def _turned(product: Tensor, cos: Tensor, sin: Tensor, heads: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+def _split_rotary(product: Tensor, cos: Tensor, sin: Tensor, heads: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
     qk, rest = product.tensor_split((2 * heads * width,), dim=-1)
     q, k = (rotate(x.unflatten(-1, (heads, width)), Rotary(cos, sin)) for x in qk.chunk(2, dim=-1))
     return q, k, rest
 
 
-register("turned", {"reference": _turned, "triton": Lazy("headmax.ops.kernels.rotary", "turned", needs="triton", interpreted=True)})
+register(
+    "split_rotary",
+    {"reference": _split_rotary, "triton": Lazy("headmax.ops.kernels.rotary", "split_rotary", needs="triton", interpreted=True)},
+)
 
 
-def turned(product: Tensor, rotary: Rotary, heads: int, width: int, backend: str = "auto") -> tuple[Tensor, Tensor, Tensor]:
+def split_rotary(product: Tensor, rotary: Rotary, heads: int, width: int, backend: str = "auto") -> tuple[Tensor, Tensor, Tensor]:
     """Splits product [B,T,2 H D + ...] into q and k [B,T,H,D], rotated, and the rest."""
-    return dispatch("turned", backend, product)(product, *rotary, heads, width)
+    return dispatch("split_rotary", backend, product)(product, *rotary, heads, width)

@@ -15,7 +15,7 @@ from headmax.layers.mixers.base import RecurrentMixer
 from headmax.layers.mixers.config import FeatureMapConfig, Shared
 from headmax.layers.mixers.state import RecurrentSlots, RecurrentState
 from headmax.layers.mixers.terms import Projected, Recurrence, StepTerms, Weights
-from headmax.layers.rotary import Rotary, RotarySettings, rotate, turned
+from headmax.layers.rotary import Rotary, RotarySettings, rotate, split_rotary
 from headmax.ops import linear_attention
 from headmax.ops.checks import compute_dtype
 from headmax.ops.linear_attention.spec import SPEC
@@ -75,7 +75,7 @@ class RetNet(RecurrentMixer):
         if weights is None or not self.rotates_products:
             p = super().project(x, positions=rotary, weights=weights, **options)
             return p._replace(q=rotate(self.feature_map(p.q), rotary), k=rotate(self.feature_map(p.k), rotary), tokens=tokens)
-        q, k, rest = turned(F.linear(x, weights.joint), rotary, self.num_heads, self.head_k_dim, self.backend)
+        q, k, rest = split_rotary(F.linear(x, weights.joint), rotary, self.num_heads, self.head_k_dim, self.backend)
         read, write = self.gates(q, k, x, rest[..., : weights.columns[-2]] if weights.columns[-2] else None)
         v = self.product("v_proj", x, weights).unflatten(-1, (-1, self.head_v_dim))
         return Projected(q, k, v, (), self.output_gate(x, weights), read, write, (), tokens)

@@ -22,7 +22,7 @@ register_recurrence(
     "gated_delta_rule",
     reference.gated_delta_rule,
     chunkwise.gated_delta_rule,
-    triton="kernels.delta:gated_delta_rule",
+    triton="kernels.delta_rule:gated_delta_rule",
     fla="gated_delta_rule.fla:gated_delta_rule",
 )
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch.distributed import ProcessGroup
 
-register_recurrence("gla", reference.gla, chunkwise.gla, triton="kernels.scalar:decayed_attention", fla="gla.fla:gla")
+register_recurrence("gla", reference.gla, chunkwise.gla, triton="kernels.decayed_attention:decayed_attention", fla="gla.fla:gla")
 
 
 def gla(

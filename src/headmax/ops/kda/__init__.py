@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch.distributed import ProcessGroup
 
-register_recurrence("kda", reference.kda, chunkwise.kda, triton="kernels.delta:gated_delta_rule", fla="gated_delta_rule.fla:kda")
+register_recurrence("kda", reference.kda, chunkwise.kda, triton="kernels.delta_rule:gated_delta_rule", fla="gated_delta_rule.fla:kda")
 
 
 def kda(

@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from headmax.ops.gated_delta_rule.reference import EPS
-from headmax.ops.kernels.common import beside, sigmoid
+from headmax.ops.kernels.common import append, sigmoid
 from headmax.ops.kernels.launch import launch
 from headmax.ops.kernels.tiles import cdiv, power_of_2
+from headmax.ops.kernels.unit_length import inverse_length
 from headmax.ops.library import define_op
 
 SPAN = 64
@@ -32,176 +33,199 @@ PER_THREAD = 4
 
 
 @triton.jit
-def place(T, D, BD: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr):
-    """Of this program: its block of channels, these, which of them there are, the batch row, and the first token."""
-    n, wide, spans, columns = tl.program_id(0), tl.cdiv(D, BLOCK), tl.cdiv(T, SPAN), tl.arange(0, BD)
-    block = n % wide
-    channels = block * BLOCK + columns
-    return block, channels, (columns < BLOCK) & (channels < D), (n // wide // spans).to(tl.int64), n // wide % spans * SPAN
+def program_span(T, D, BD: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr):
+    """This program's block of channels, their offsets and mask [BD], its batch row, and its first token."""
+    n, blocks, spans, o_b = tl.program_id(0), tl.cdiv(D, BLOCK), tl.cdiv(T, SPAN), tl.arange(0, BD)
+    block = n % blocks
+    o_d = block * BLOCK + o_b
+    return block, o_d, (o_b < BLOCK) & (o_d < D), (n // blocks // spans).to(tl.int64), n // blocks % spans * SPAN
 
 
 @triton.jit
-def rows_from(x, batch, start, channels, known, T, stride, N: tl.constexpr):
-    """N tokens of x [B,T,D], which lie `stride` apart; 0 where there is no such token."""
+def load_tokens(x, batch, start, o_d, m_d, T, stride, N: tl.constexpr):
+    """N tokens of x [B,T,D], which lie `stride` apart, N times [BD]; 0 where there is no such token."""
     rows = ()
     for i in tl.static_range(N):
         t = start + i
-        found = tl.load(x + (batch * T + t) * stride + channels, mask=known & (t >= 0) & (t < T), other=0.0)
-        rows = beside(rows, found.to(tl.float32))
+        b_x = tl.load(x + (batch * T + t) * stride + o_d, mask=m_d & (t >= 0) & (t < T), other=0.0)  # [BD]
+        rows = append(rows, b_x.to(tl.float32))
     return rows
 
 
 @triton.jit
-def load_rows(base, at, step, known, N: tl.constexpr):
-    """N rows of numbers, `step` apart."""
+def load_rows(base, o_row, step, m_row, N: tl.constexpr):
+    """N rows of numbers, `step` apart, N times [BD]."""
     rows = ()
     for i in tl.static_range(N):
-        rows = beside(rows, tl.load(base + at + i * step, mask=known, other=0.0).to(tl.float32))
+        rows = append(rows, tl.load(base + o_row + i * step, mask=m_row, other=0.0).to(tl.float32))  # [BD]
     return rows
 
 
 @triton.jit
-def nothing(N: tl.constexpr, BD: tl.constexpr):
-    """N times zeros."""
-    zeros = ()
+def zero_rows(N: tl.constexpr, BD: tl.constexpr):
+    """N times zeros [BD]."""
+    rows = ()
     for _ in tl.static_range(N):
-        zeros = beside(zeros, tl.zeros([BD], tl.float32))
-    return zeros
+        rows = append(rows, tl.zeros([BD], tl.float32))
+    return rows
 
 
 @triton.jit
-def moved_on(window, x, W: tl.constexpr):
+def shift(window, b_x, W: tl.constexpr):
     """A window of W values without its first and with x behind the last."""
-    moved = ()
+    shifted = ()
     for i in tl.static_range(1, W):
-        moved = beside(moved, window[i])
-    return beside(moved, x)
+        shifted = append(shifted, window[i])
+    return append(shifted, b_x)
 
 
 @triton.jit
-def reach(before, t, T, W: tl.constexpr, PACKED: tl.constexpr):
+def count_before(before, t, T, W: tl.constexpr):
     """How many tokens before t are of its sequence, W or more being alike."""
-    if PACKED:
+    if before is not None:
         return tl.load(before + t, mask=t < T, other=0).to(tl.int32)
     else:
         return W
 
 
 @triton.jit
-def seen(x, reached, I: tl.constexpr, W: tl.constexpr, PACKED: tl.constexpr):
+def masked_input(b_x, before_t, I: tl.constexpr, W: tl.constexpr, PACKED: tl.constexpr):
     """Input I of a window as its last token sees it: 0 where its sequence does not reach as far."""
     if PACKED:
-        return tl.where(reached >= W - 1 - I, x, 0.0)
+        return tl.where(before_t >= W - 1 - I, b_x, 0.0)
     else:
-        return x
+        return b_x
 
 
 @triton.jit
-def weighted(window, weights, biases, reached, W: tl.constexpr, BIAS: tl.constexpr, PACKED: tl.constexpr):
-    """bias + Σ_i weight_i input_i"""
-    total = window[W - 1] * weights[W - 1]
+def convolve(window, taps, biases, before_t, W: tl.constexpr, BIAS: tl.constexpr, PACKED: tl.constexpr):
+    """bias + Σ_i taps_i input_i of a window of W inputs, in training and in decoding."""
+    b_y = window[W - 1] * taps[W - 1]
     for i in tl.static_range(BIAS):
-        total += biases[i]
+        b_y += biases[i]
     for i in tl.static_range(W - 1):
-        total += seen(window[i], reached, i, W, PACKED) * weights[i]
-    return total
+        b_y += masked_input(window[i], before_t, i, W, PACKED) * taps[i]
+    return b_y
 
 
 @triton.jit
-def with_products(sums, x, factors, reached, W: tl.constexpr, PACKED: tl.constexpr):
+def add_products(sums, b_x, factors, before_t, W: tl.constexpr, PACKED: tl.constexpr):
     """sums_i + x factors_i, for each input of a window that its last token sees."""
-    made = ()
+    added = ()
     for i in tl.static_range(W):
-        made = beside(made, sums[i] + seen(x, reached, i, W, PACKED) * factors[i])
-    return made
+        added = append(added, sums[i] + masked_input(b_x, before_t, i, W, PACKED) * factors[i])
+    return added
 
 
 @triton.jit
-def with_term(sums, x, N: tl.constexpr):
+def add_to_each(sums, b_x, N: tl.constexpr):
     """Each of N sums, and x."""
-    made = ()
+    added = ()
     for i in tl.static_range(N):
-        made = beside(made, sums[i] + x)
-    return made
+        added = append(added, sums[i] + b_x)
+    return added
 
 
 @triton.jit
 def short_conv_kernel(
     x, weight, bias, before, scorer, y, scores, stride, T, D, eps,
     W: tl.constexpr, BIAS: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, AHEAD: tl.constexpr,
-    PACKED: tl.constexpr, UNIT: tl.constexpr, GATES: tl.constexpr,
+    UNIT: tl.constexpr, GATES: tl.constexpr,
 ):  # fmt: skip
     """y_t = silu(bias + Σ_i weight_i x_{t-W+1+i}), with BIAS 1 if there is one and else 0; if UNIT of unit length, the block being a head,
-    which GATES rows of `scorer` score first."""
-    block, channels, known, batch, start = place(T, D, BD, BLOCK, SPAN)
-    weights, window = load_rows(weight, channels * W, 1, known, W), rows_from(x, batch, start - W, channels, known, T, stride, W)
-    biases = load_rows(bias, channels, 1, known, BIAS)
-    scorers = load_rows(scorer, block * (GATES * BLOCK) + tl.arange(0, BD), BLOCK, known, GATES)
+    which GATES rows of `scorer` score first.
+
+    In: x [B,T,D], weight [D,W], bias [D], before [T] or None, scorer [heads GATES, BLOCK]. Out: y [B,T,D], scores [B,T,heads GATES].
+    """
+    PACKED: tl.constexpr = before is not None
+    block, o_d, m_d, batch, start = program_span(T, D, BD, BLOCK, SPAN)
+    taps, window = load_rows(weight, o_d * W, 1, m_d, W), load_tokens(x, batch, start - W, o_d, m_d, T, stride, W)
+    biases = load_rows(bias, o_d, 1, m_d, BIAS)
+    scorers = load_rows(scorer, block * (GATES * BLOCK) + tl.arange(0, BD), BLOCK, m_d, GATES)
     for n in range(start, tl.minimum(start + SPAN, T), AHEAD):
-        inputs = rows_from(x, batch, n, channels, known, T, stride, AHEAD)
+        inputs = load_tokens(x, batch, n, o_d, m_d, T, stride, AHEAD)
         for i in tl.static_range(AHEAD):
-            window = moved_on(window, inputs[i], W)
-            total = weighted(window, weights, biases, reach(before, n + i, T, W, PACKED), W, BIAS, PACKED)
-            t_y, at = total * sigmoid(total), batch * T + n + i
+            window = shift(window, inputs[i], W)
+            b_z = convolve(window, taps, biases, count_before(before, n + i, T, W), W, BIAS, PACKED)
+            b_y, o_t = b_z * sigmoid(b_z), batch * T + n + i
             for gate in tl.static_range(GATES):
-                score = scores + (at * tl.cdiv(D, BLOCK) + block) * GATES + gate
-                tl.store(score, tl.sum(t_y * scorers[gate], 0), mask=n + i < T)
+                p_score = scores + (o_t * tl.cdiv(D, BLOCK) + block) * GATES + gate
+                tl.store(p_score, tl.sum(b_y * scorers[gate], 0), mask=n + i < T)
             if UNIT:
-                t_y *= tl.rsqrt(tl.sum(t_y * t_y, 0) + eps)
-            tl.store(y + at * D + channels, t_y.to(y.dtype.element_ty), mask=known & (n + i < T))
+                b_y *= inverse_length(b_y, eps)
+            tl.store(y + o_t * D + o_d, b_y.to(y.dtype.element_ty), mask=m_d & (n + i < T))
 
 
 @triton.jit
 def short_conv_gradients_kernel(
     x, weight, bias, before, scorer, d_y, d_scores, d_x, d_weight, d_bias, d_scorer, stride, T, D, eps,
     W: tl.constexpr, BIAS: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, AHEAD: tl.constexpr,
-    PACKED: tl.constexpr, UNIT: tl.constexpr, GATES: tl.constexpr,
+    UNIT: tl.constexpr, GATES: tl.constexpr,
 ):  # fmt: skip
-    """d_x_t = Σ_i weight_i inner_{t+W-1-i}, with inner the gradient of what goes into the silu; and shares of the weights' gradients,
-    d_weight_i = Σ_t inner_t x_{t-W+1+i}, d_bias = Σ_t inner_t and d_scorer = Σ_t d_score_t silu_t.
+    """d_x_t = Σ_i weight_i d_z_{t+W-1-i}, with z what goes into the silu; and each span's shares of the weights' gradients,
+    d_weight_i = Σ_t d_z_t x_{t-W+1+i}, d_bias = Σ_t d_z_t and d_scorer = Σ_t d_score_t silu_t.
 
-    A token's d_x is known once W - 1 more inners are: the program goes that much further than its span, whose shares end with it.
+    A token's d_x is known once W - 1 more d_z are: the program goes that much further than its span, whose shares end with it.
     """
-    block, channels, known, batch, start = place(T, D, BD, BLOCK, SPAN)
-    end, columns = tl.minimum(start + SPAN, T), tl.arange(0, BD)
-    weights, window = load_rows(weight, channels * W, 1, known, W), rows_from(x, batch, start - W, channels, known, T, stride, W)
-    scorers = load_rows(scorer, block * (GATES * BLOCK) + columns, BLOCK, known, GATES)
-    biases, biased = load_rows(bias, channels, 1, known, BIAS), nothing(BIAS, BD)
-    shares, scored, open_ = nothing(W, BD), nothing(GATES, BD), nothing(W, BD)  # the last: d_x of W tokens, as far as it is known
+    PACKED: tl.constexpr = before is not None
+    block, o_d, m_d, batch, start = program_span(T, D, BD, BLOCK, SPAN)
+    end, o_b = tl.minimum(start + SPAN, T), tl.arange(0, BD)
+    taps, window = load_rows(weight, o_d * W, 1, m_d, W), load_tokens(x, batch, start - W, o_d, m_d, T, stride, W)
+    scorers = load_rows(scorer, block * (GATES * BLOCK) + o_b, BLOCK, m_d, GATES)
+    biases, d_biases = load_rows(bias, o_d, 1, m_d, BIAS), zero_rows(BIAS, BD)
+    d_taps, d_scorers, d_inputs = zero_rows(W, BD), zero_rows(GATES, BD), zero_rows(W, BD)  # the last: d_x of W tokens, as far as known
     for n in range(start, end + W - 1, AHEAD):
-        inputs, gradients = (
-            rows_from(x, batch, n, channels, known, T, stride, AHEAD),
-            rows_from(d_y, batch, n, channels, known, T, D, AHEAD),
-        )
+        inputs, gradients = load_tokens(x, batch, n, o_d, m_d, T, stride, AHEAD), load_tokens(d_y, batch, n, o_d, m_d, T, D, AHEAD)
         for i in tl.static_range(AHEAD):
-            window = moved_on(window, inputs[i], W)
-            reached = reach(before, n + i, T, W, PACKED)
-            total = weighted(window, weights, biases, reached, W, BIAS, PACKED)
-            gate, inner = sigmoid(total), gradients[i]
+            window = shift(window, inputs[i], W)
+            before_t = count_before(before, n + i, T, W)
+            b_z = convolve(window, taps, biases, before_t, W, BIAS, PACKED)
+            b_open, b_dz = sigmoid(b_z), gradients[i]
             if UNIT:
-                swish = total * gate
-                root = tl.rsqrt(tl.sum(swish * swish, 0) + eps)
-                inner = root * (inner - swish * (root * root * tl.sum(swish * inner, 0)))
-                found = load_rows(d_scores, ((batch * T + n + i) * tl.cdiv(D, BLOCK) + block) * GATES, 1, n + i < T, GATES)
+                b_swish = b_z * b_open
+                inverse = inverse_length(b_swish, eps)
+                b_dz = inverse * (b_dz - b_swish * (inverse * inverse * tl.sum(b_swish * b_dz, 0)))
+                o_score = ((batch * T + n + i) * tl.cdiv(D, BLOCK) + block) * GATES
+                of_scores = load_rows(d_scores, o_score, 1, n + i < T, GATES)
                 summed = ()
                 for j in tl.static_range(GATES):
-                    inner += found[j] * scorers[j]
-                    summed = beside(summed, scored[j] + tl.where(n + i < end, found[j], 0.0) * swish)
-                scored = summed
-            inner *= gate * (1.0 + total * (1.0 - gate))
-            own = tl.where(n + i < end, inner, 0.0)
-            shares = with_products(shares, own, window, reached, W, PACKED)
-            biased = with_term(biased, own, BIAS)
-            open_ = with_products(moved_on(open_, tl.zeros([BD], tl.float32), W), inner, weights, reached, W, PACKED)
+                    b_dz += of_scores[j] * scorers[j]
+                    summed = append(summed, d_scorers[j] + tl.where(n + i < end, of_scores[j], 0.0) * b_swish)
+                d_scorers = summed
+            b_dz *= b_open * (1.0 + b_z * (1.0 - b_open))
+            b_in_span = tl.where(n + i < end, b_dz, 0.0)
+            d_taps = add_products(d_taps, b_in_span, window, before_t, W, PACKED)
+            d_biases = add_to_each(d_biases, b_in_span, BIAS)
+            d_inputs = add_products(shift(d_inputs, tl.zeros([BD], tl.float32), W), b_dz, taps, before_t, W, PACKED)
             t = n + i - (W - 1)
-            tl.store(d_x + (batch * T + t) * D + channels, open_[0].to(d_x.dtype.element_ty), mask=known & (t >= start) & (t < end))
+            tl.store(d_x + (batch * T + t) * D + o_d, d_inputs[0].to(d_x.dtype.element_ty), mask=m_d & (t >= start) & (t < end))
     span = batch * tl.cdiv(T, SPAN) + start // SPAN
     for i in tl.static_range(W):
-        tl.store(d_weight + (span * D + channels) * W + i, shares[i], mask=known)
+        tl.store(d_weight + (span * D + o_d) * W + i, d_taps[i], mask=m_d)
     for i in tl.static_range(BIAS):
-        tl.store(d_bias + span * D + channels, biased[i], mask=known)
+        tl.store(d_bias + span * D + o_d, d_biases[i], mask=m_d)
     for i in tl.static_range(GATES):
-        tl.store(d_scorer + ((span * tl.cdiv(D, BLOCK) + block) * GATES + i) * BLOCK + columns, scored[i], mask=known)
+        tl.store(d_scorer + ((span * tl.cdiv(D, BLOCK) + block) * GATES + i) * BLOCK + o_b, d_scorers[i], mask=m_d)
+
+
+@triton.jit
+def convolve_next(b_y, taps, bias, past, o_n, o_d, m_n, rows, m_y, C: tl.constexpr, W: tl.constexpr):
+    """One token's silu(bias + Σ_i taps_i input_i), y [rows, outputs] being the last input; `past` [rows, W - 1, C] moves on by one.
+
+    In: taps [outputs, W] and bias [outputs] at `o_n`; outputs are the channels `o_d` of C.
+    """
+    BIAS: tl.constexpr = 0 if bias is None else 1
+    p_past = past + rows[:, None].to(tl.int64) * ((W - 1) * C) + o_d[None, :]
+    b_taps, biases, window = load_rows(taps, o_n * W, 1, m_n, W), load_rows(bias, o_n, 1, m_n, BIAS), ()
+    for i in tl.static_range(W - 1):
+        b_x = tl.load(p_past + i * C, mask=m_y, other=0.0)  # [rows, outputs]
+        window = append(window, b_x.to(tl.float32))
+        tl.debug_barrier()  # every thread has read a slot before one writes it
+        if i > 0:
+            tl.store(p_past + (i - 1) * C, b_x, mask=m_y)
+    tl.store(p_past + (W - 2) * C, b_y.to(past.dtype.element_ty), mask=m_y)
+    b_z = convolve(append(window, b_y), b_taps, biases, 0, W, BIAS, False)
+    return b_z * tl.sigmoid(b_z)
 
 
 def _spans(x: Tensor) -> int:
@@ -216,11 +240,11 @@ def _regular(x: Tensor) -> Tensor:
 
 
 @functools.cache
-def _sizes(channels: int, width: int, biased: bool, packed: bool, heads: int, gates: int) -> dict[str, int]:
+def _sizes(channels: int, width: int, biased: bool, heads: int, gates: int) -> dict[str, int]:
     block = channels // heads if heads else CHANNELS
     columns = power_of_2(block)
     warps = max(1, columns // 256) if heads else CHANNELS // (32 * PER_THREAD)
-    given = {"W": width, "BIAS": int(biased), "PACKED": packed, "UNIT": heads > 0, "GATES": gates // heads if heads else 0}
+    given = {"W": width, "BIAS": int(biased), "UNIT": heads > 0, "GATES": gates // heads if heads else 0}
     return given | {"BD": columns, "BLOCK": block, "SPAN": SPAN, "AHEAD": AHEAD, "num_warps": warps}
 
 
@@ -236,7 +260,7 @@ def _launch(
     *others: Tensor,
 ) -> None:
     (_, time, channels), gates = x.shape, 0 if scorer is None else scorer.shape[0]
-    sizes = _sizes(channels, weight.shape[1], bias is not None, before is not None, heads, gates)
+    sizes = _sizes(channels, weight.shape[1], bias is not None, heads, gates)
     args = x, weight, bias, before, scorer, *others, x.stride(1), time, channels, eps
     launch(kernel, (_spans(x) * cdiv(channels, sizes["BLOCK"]),), args, sizes)
 

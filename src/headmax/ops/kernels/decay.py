@@ -20,22 +20,22 @@ ROWS = 32
 
 @triton.jit
 def log_sigmoid_kernel(x, y, count, normalizer, BLOCK: tl.constexpr):
-    """y = log(sigmoid(x)) / normalizer"""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    t_x = tl.load(x + at, mask=at < count, other=0.0).to(tl.float32)
-    t_y = (tl.minimum(t_x, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(t_x)))) / normalizer
-    tl.store(y + at, t_y, mask=at < count)
+    """y = log(sigmoid(x)) / normalizer, of `count` numbers."""
+    o_x = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    b_x = tl.load(x + o_x, mask=o_x < count, other=0.0).to(tl.float32)  # [BLOCK]
+    b_y = (tl.minimum(b_x, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(b_x)))) / normalizer
+    tl.store(y + o_x, b_y, mask=o_x < count)
 
 
 @triton.jit
 def log_sigmoid_gradient_kernel(d_y, y, d_x, count, normalizer, BLOCK: tl.constexpr):
     """d_x = d_y (1 - exp(normalizer y)) / normalizer"""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    t_d = tl.load(d_y + at, mask=at < count, other=0.0).to(tl.float32)
-    t_y = tl.load(y + at, mask=at < count, other=0.0) * normalizer
+    o_x = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    b_d = tl.load(d_y + o_x, mask=o_x < count, other=0.0).to(tl.float32)  # [BLOCK]
+    b_y = tl.load(y + o_x, mask=o_x < count, other=0.0) * normalizer  # [BLOCK]
     # 1 - e^y loses the digits of a small y, which 1 - e^y = -y - y^2/2 - y^3/6 keeps
-    rest = tl.where(t_y > -0.01, -t_y * (1.0 + t_y * (0.5 + t_y / 6.0)), 1.0 - tl.exp(t_y))
-    tl.store(d_x + at, (t_d * rest / normalizer).to(d_x.dtype.element_ty), mask=at < count)
+    b_slope = tl.where(b_y > -0.01, -b_y * (1.0 + b_y * (0.5 + b_y / 6.0)), 1.0 - tl.exp(b_y))
+    tl.store(d_x + o_x, (b_d * b_slope / normalizer).to(d_x.dtype.element_ty), mask=o_x < count)
 
 
 def forward(x: Tensor, normalizer: float) -> Tensor:
@@ -77,38 +77,38 @@ def log_sigmoid(x: Tensor, normalizer: float) -> Tensor:
 
 @triton.jit
 def softplus_decay_tile(x, log_rate, bias, rows, D: tl.constexpr, PART: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
-    """Of a tile of x [rows, D]: where it lies, what is inside, x + bias, its softplus, and -exp(log_rate) of its channels."""
-    row, channel = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.program_id(1) * BD + tl.arange(0, BD)
-    at, inside = row[:, None] * D + channel[None, :], (row < rows)[:, None] & (channel < D)[None, :]
-    t_b = tl.load(bias + channel, mask=channel < D, other=0.0).to(tl.float32)
-    rate = -tl.exp(tl.load(log_rate + channel // PART, mask=channel < D, other=0.0).to(tl.float32))
-    t_x = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) + t_b[None, :]
-    rest = tl.exp(-tl.abs(t_x))
-    # log(1 + r) loses the digits of a small r, which r - r^2/2 + r^3/3 keeps
-    softplus = tl.maximum(t_x, 0.0) + tl.where(rest < 0.01, rest * (1.0 - rest * (0.5 - rest / 3.0)), tl.log(1.0 + rest))
-    return at, inside, t_x, softplus, rate[None, :]
+    """Of a tile of x [rows, D]: offsets, mask, x + bias and its softplus [BR, BD], and -exp(log_rate) of its channels [1, BD]."""
+    o_r, o_d = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.program_id(1) * BD + tl.arange(0, BD)
+    o_x, m_x = o_r[:, None] * D + o_d[None, :], (o_r < rows)[:, None] & (o_d < D)[None, :]
+    b_bias = tl.load(bias + o_d, mask=o_d < D, other=0.0).to(tl.float32)  # [BD]
+    b_rate = -tl.exp(tl.load(log_rate + o_d // PART, mask=o_d < D, other=0.0).to(tl.float32))  # [BD]
+    b_x = tl.load(x + o_x, mask=m_x, other=0.0).to(tl.float32) + b_bias[None, :]  # [BR, BD]
+    b_power = tl.exp(-tl.abs(b_x))
+    # log(1 + p) loses the digits of a small p, which p - p^2/2 + p^3/3 keeps
+    b_log = tl.where(b_power < 0.01, b_power * (1.0 - b_power * (0.5 - b_power / 3.0)), tl.log(1.0 + b_power))
+    return o_x, m_x, b_x, tl.maximum(b_x, 0.0) + b_log, b_rate[None, :]
 
 
 @triton.jit
 def softplus_decay_kernel(x, log_rate, bias, y, rows, D: tl.constexpr, PART: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
-    """y = -exp(log_rate) softplus(x + bias)"""
-    at, inside, _, softplus, rate = softplus_decay_tile(x, log_rate, bias, rows, D, PART, BR, BD)
-    tl.store(y + at, rate * softplus, mask=inside)
+    """y = -exp(log_rate) softplus(x + bias) [rows, D], with bias [D] and log_rate [D / PART]."""
+    o_x, m_x, _, b_softplus, b_rate = softplus_decay_tile(x, log_rate, bias, rows, D, PART, BR, BD)
+    tl.store(y + o_x, b_rate * b_softplus, mask=m_x)
 
 
 @triton.jit
 def softplus_decay_gradient_kernel(
     d_y, x, log_rate, bias, d_x, shares, rows, D: tl.constexpr, PART: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr
 ):
-    """d_x, and the program's sums for log_rate and bias: shares [2, programs, D]."""
-    at, inside, t_x, softplus, rate = softplus_decay_tile(x, log_rate, bias, rows, D, PART, BR, BD)
-    t_d = tl.load(d_y + at, mask=inside, other=0.0).to(tl.float32) * rate
-    t_g = t_d / (1.0 + tl.exp(-t_x))
-    tl.store(d_x + at, t_g.to(d_x.dtype.element_ty), mask=inside)
-    channel = tl.program_id(1) * BD + tl.arange(0, BD)
-    share, size = shares + tl.program_id(0) * D + channel, tl.num_programs(0) * D
-    tl.store(share, tl.sum(t_d * softplus, 0), mask=channel < D)
-    tl.store(share + size, tl.sum(t_g, 0), mask=channel < D)
+    """d_x [rows, D], and the program's sums for log_rate and bias: shares [2, programs, D]."""
+    o_x, m_x, b_x, b_softplus, b_rate = softplus_decay_tile(x, log_rate, bias, rows, D, PART, BR, BD)
+    b_d = tl.load(d_y + o_x, mask=m_x, other=0.0).to(tl.float32) * b_rate  # [BR, BD]
+    b_dx = b_d / (1.0 + tl.exp(-b_x))
+    tl.store(d_x + o_x, b_dx.to(d_x.dtype.element_ty), mask=m_x)
+    o_d = tl.program_id(1) * BD + tl.arange(0, BD)
+    p_share, size = shares + tl.program_id(0) * D + o_d, tl.num_programs(0) * D
+    tl.store(p_share, tl.sum(b_d * b_softplus, 0), mask=o_d < D)
+    tl.store(p_share + size, tl.sum(b_dx, 0), mask=o_d < D)
 
 
 def _softplus_launch(kernel, x: Tensor, log_rate: Tensor, *tensors: Tensor) -> None:

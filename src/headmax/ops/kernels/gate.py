@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from headmax.ops.kernels.common import add_both
 from headmax.ops.kernels.launch import launch
 from headmax.ops.kernels.tiles import cdiv, power_of_2
 from headmax.ops.library import define_op
@@ -23,14 +24,53 @@ PROGRAMS = 512
 
 
 @triton.jit
-def gates_of(scores, heads, scale, H: tl.constexpr, SOFTMAX: tl.constexpr):
+def scores_to_gates(b_scores, o_h, scale, H: tl.constexpr, SOFTMAX: tl.constexpr):
     """scale softmax(scores) or scale sigmoid(scores), of scores [rows, heads]."""
     if SOFTMAX:
-        scores = tl.where(heads[None, :] < H, scores, -float("inf"))
-        powers = tl.exp(scores - tl.max(scores, 1)[:, None])
-        return scale * powers / tl.sum(powers, 1)[:, None]
+        b_scores = tl.where(o_h[None, :] < H, b_scores, -float("inf"))
+        b_powers = tl.exp(b_scores - tl.max(b_scores, 1)[:, None])
+        return scale * b_powers / tl.sum(b_powers, 1)[:, None]
     else:
-        return scale / (1.0 + tl.exp(-scores))
+        return scale / (1.0 + tl.exp(-b_scores))
+
+
+@triton.jit
+def larger_both(a, b, c, d):
+    return tl.maximum(a, c), tl.maximum(b, d)
+
+
+@triton.jit
+def add_four(a, b, c, d, e, f, g, h):
+    return a + e, b + f, c + g, d + h
+
+
+@triton.jit
+def load_gates_of_head(
+    reads, writes, head, temperature, scale, H: tl.constexpr, KIND: tl.constexpr, PARTS: tl.constexpr, BH: tl.constexpr, BP: tl.constexpr
+):
+    """A token's two gates of one head in decoding, from where all heads' scores are, in parts [H, PARTS].
+
+    What `scores_to_gates` does, for both gates at once, since every sum makes the program wait.
+    """
+    if KIND == "uniform":
+        return scale / H, scale / H
+    else:
+        o_h, o_p = tl.arange(0, BH), tl.arange(0, BP)
+        o_x, m_x = o_h[:, None] * PARTS + o_p[None, :], (o_h[:, None] < H) & (o_p[None, :] < PARTS)
+        b_reads, b_writes = tl.load(reads + o_x, mask=m_x, other=0.0), tl.load(writes + o_x, mask=m_x, other=0.0)  # [BH, BP]
+        b_reads, b_writes = tl.reduce((b_reads.to(tl.float32), b_writes.to(tl.float32)), 1, add_both)
+        b_reads *= temperature
+        b_writes *= temperature
+        if KIND == "softmax":
+            b_reads, b_writes = tl.where(o_h < H, b_reads, -float("inf")), tl.where(o_h < H, b_writes, -float("inf"))
+            most_read, most_written = tl.reduce((b_reads, b_writes), 0, larger_both)
+            b_reads, b_writes = tl.exp(b_reads - most_read), tl.exp(b_writes - most_written)
+            b_one_read, b_one_write = tl.where(o_h == head, b_reads, 0.0), tl.where(o_h == head, b_writes, 0.0)
+            read, write, all_read, all_written = tl.reduce((b_one_read, b_one_write, b_reads, b_writes), 0, add_four)
+            return scale * read / all_read, scale * write / all_written
+        else:
+            read, write = tl.reduce((tl.where(o_h == head, b_reads, 0.0), tl.where(o_h == head, b_writes, 0.0)), 0, add_both)
+            return 2 * scale / H * tl.sigmoid(read), 2 * scale / H * tl.sigmoid(write)
 
 
 @triton.jit
@@ -38,20 +78,20 @@ def head_gate_kernel(
     x, weight, gate, tokens, temperature, scale,
     H: tl.constexpr, GROUP: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SOFTMAX: tl.constexpr,
 ):  # fmt: skip
-    """gate = scale softmax_h(temperature <x_h, weight_h>), GROUP gates scored on each head of x [tokens, H / GROUP, D]."""
-    rows, heads = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT), tl.arange(0, HP)
-    scores = tl.zeros([BT, HP], tl.float32)
+    """gate = scale softmax_h(temperature <x_h, weight_h>) [tokens, H], GROUP gates scored on each head of x [tokens, H / GROUP, D]."""
+    o_t, o_h = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT), tl.arange(0, HP)
+    b_scores = tl.zeros([BT, HP], tl.float32)
     for head in tl.static_range(H):
-        score = tl.zeros([BT], tl.float32)
+        b_score = tl.zeros([BT], tl.float32)
         for start in range(0, D, BD):
-            columns = start + tl.arange(0, BD)
-            inside = (rows[:, None] < tokens) & (columns[None, :] < D)
-            t_x = tl.load(x + (rows[:, None] * (H // GROUP) + head // GROUP) * D + columns[None, :], mask=inside, other=0.0)
-            t_w = tl.load(weight + head * D + columns, mask=columns < D, other=0.0)
-            score += tl.sum(t_x.to(tl.float32) * t_w.to(tl.float32)[None, :], 1)
-        scores = tl.where(heads[None, :] == head, score[:, None], scores)
-    value = gates_of(scores * temperature, heads, scale, H, SOFTMAX)
-    tl.store(gate + rows[:, None] * H + heads[None, :], value, mask=(rows[:, None] < tokens) & (heads[None, :] < H))
+            o_d = start + tl.arange(0, BD)
+            m_x = (o_t[:, None] < tokens) & (o_d[None, :] < D)
+            b_x = tl.load(x + (o_t[:, None] * (H // GROUP) + head // GROUP) * D + o_d[None, :], mask=m_x, other=0.0)  # [BT, BD]
+            b_w = tl.load(weight + head * D + o_d, mask=o_d < D, other=0.0)  # [BD]
+            b_score += tl.sum(b_x.to(tl.float32) * b_w.to(tl.float32)[None, :], 1)
+        b_scores = tl.where(o_h[None, :] == head, b_score[:, None], b_scores)
+    b_gate = scores_to_gates(b_scores * temperature, o_h, scale, H, SOFTMAX)
+    tl.store(gate + o_t[:, None] * H + o_h[None, :], b_gate, mask=(o_t[:, None] < tokens) & (o_h[None, :] < H))
 
 
 @triton.jit
@@ -59,22 +99,22 @@ def head_gate_gradients_kernel(
     x, weight, d_score, d_x, d_weight, tokens,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """d_x_h = d_score weight_h, and this program's share of d_weight_h = Σ_t d_score x_h."""
-    head, columns = tl.program_id(1), tl.program_id(2) * BD + tl.arange(0, BD)
+    """d_x_h = d_score weight_h, and this program's share of d_weight_h = Σ_t d_score x_h [programs, H, D], from d_score [tokens, H]."""
+    head, o_d = tl.program_id(1), tl.program_id(2) * BD + tl.arange(0, BD)
     for start in range(tl.program_id(0) * BT, tokens, tl.num_programs(0) * BT):
-        rows = start + tl.arange(0, BT).to(tl.int64)
-        inside = (rows[:, None] < tokens) & (columns[None, :] < D)
-        at = (rows[:, None] * (H // GROUP) + head) * D + columns[None, :]
-        t_x, gradient = tl.load(x + at, mask=inside, other=0.0).to(tl.float32), tl.zeros([BT, BD], tl.float32)
+        o_t = start + tl.arange(0, BT).to(tl.int64)
+        m_x = (o_t[:, None] < tokens) & (o_d[None, :] < D)
+        o_x = (o_t[:, None] * (H // GROUP) + head) * D + o_d[None, :]
+        b_x, b_dx = tl.load(x + o_x, mask=m_x, other=0.0).to(tl.float32), tl.zeros([BT, BD], tl.float32)  # [BT, BD]
         for n in tl.static_range(GROUP):
             gate = head * GROUP + n
-            t_s = tl.load(d_score + rows * H + gate, mask=rows < tokens, other=0.0)
-            t_w = tl.load(weight + gate * D + columns, mask=columns < D, other=0.0).to(tl.float32)
-            gradient += t_s[:, None] * t_w[None, :]
-            share = d_weight + (tl.program_id(0) * H + gate) * D + columns
-            before = tl.load(share, mask=columns < D, other=0.0)
-            tl.store(share, before + tl.sum(t_s[:, None] * t_x, 0), mask=columns < D)
-        tl.store(d_x + at, gradient.to(d_x.dtype.element_ty), mask=inside)
+            b_ds = tl.load(d_score + o_t * H + gate, mask=o_t < tokens, other=0.0)  # [BT]
+            b_w = tl.load(weight + gate * D + o_d, mask=o_d < D, other=0.0).to(tl.float32)  # [BD]
+            b_dx += b_ds[:, None] * b_w[None, :]
+            p_dw = d_weight + (tl.program_id(0) * H + gate) * D + o_d
+            b_dw = tl.load(p_dw, mask=o_d < D, other=0.0)  # [BD]
+            tl.store(p_dw, b_dw + tl.sum(b_ds[:, None] * b_x, 0), mask=o_d < D)
+        tl.store(d_x + o_x, b_dx.to(d_x.dtype.element_ty), mask=m_x)
 
 
 @functools.cache
@@ -115,16 +155,16 @@ def split_gates_kernel(
     scores, first, second, tokens, stride, temperature, scale,
     N: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, BT: tl.constexpr, SOFTMAX: tl.constexpr,
 ):  # fmt: skip
-    """N gates from scores [tokens, N H] that lie `stride` apart."""
-    rows, heads = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)[:, None], tl.arange(0, HP)
-    inside = (rows < tokens) & (heads[None, :] < H)
+    """N gates [tokens, H] from scores [tokens, N H] that lie `stride` apart."""
+    o_t, o_h = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)[:, None], tl.arange(0, HP)
+    m_x = (o_t < tokens) & (o_h[None, :] < H)
     for n in tl.static_range(N):
-        t_s = tl.load(scores + rows * stride + n * H + heads[None, :], mask=inside, other=0.0).to(tl.float32)
-        gate = gates_of(t_s * temperature, heads, scale, H, SOFTMAX)
+        b_scores = tl.load(scores + o_t * stride + n * H + o_h[None, :], mask=m_x, other=0.0).to(tl.float32)  # [BT, HP]
+        b_gate = scores_to_gates(b_scores * temperature, o_h, scale, H, SOFTMAX)
         if n == 0:
-            tl.store(first + rows * H + heads[None, :], gate, mask=inside)
+            tl.store(first + o_t * H + o_h[None, :], b_gate, mask=m_x)
         else:
-            tl.store(second + rows * H + heads[None, :], gate, mask=inside)
+            tl.store(second + o_t * H + o_h[None, :], b_gate, mask=m_x)
 
 
 @triton.jit
@@ -132,20 +172,20 @@ def split_gates_gradient_kernel(
     first, second, d_first, d_second, d_scores, tokens, temperature, scale,
     N: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, BT: tl.constexpr, SOFTMAX: tl.constexpr,
 ):  # fmt: skip
-    """d_scores [tokens, N H]."""
-    rows, heads = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)[:, None], tl.arange(0, HP)
-    inside = (rows < tokens) & (heads[None, :] < H)
-    at = rows * H + heads[None, :]
+    """d_scores [tokens, N H] from N gates and their gradients [tokens, H]."""
+    o_t, o_h = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)[:, None], tl.arange(0, HP)
+    m_x = (o_t < tokens) & (o_h[None, :] < H)
+    o_x = o_t * H + o_h[None, :]
     for n in tl.static_range(N):
         if n == 0:
-            gate, d_gate = tl.load(first + at, mask=inside, other=0.0), tl.load(d_first + at, mask=inside, other=0.0)
+            b_gate, b_d = tl.load(first + o_x, mask=m_x, other=0.0), tl.load(d_first + o_x, mask=m_x, other=0.0)  # [BT, HP]
         else:
-            gate, d_gate = tl.load(second + at, mask=inside, other=0.0), tl.load(d_second + at, mask=inside, other=0.0)
+            b_gate, b_d = tl.load(second + o_x, mask=m_x, other=0.0), tl.load(d_second + o_x, mask=m_x, other=0.0)  # [BT, HP]
         if SOFTMAX:
-            d_score = temperature * gate * (d_gate - tl.sum(gate * d_gate, 1)[:, None] / scale)
+            b_ds = temperature * b_gate * (b_d - tl.sum(b_gate * b_d, 1)[:, None] / scale)
         else:
-            d_score = temperature * gate * (1.0 - gate / scale) * d_gate
-        tl.store(d_scores + rows * (N * H) + n * H + heads[None, :], d_score.to(d_scores.dtype.element_ty), mask=inside)
+            b_ds = temperature * b_gate * (1.0 - b_gate / scale) * b_d
+        tl.store(d_scores + o_t * (N * H) + n * H + o_h[None, :], b_ds.to(d_scores.dtype.element_ty), mask=m_x)
 
 
 SCORED = 64

@@ -18,7 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headmax.ops.kernels.conv import convolve_next
 from headmax.ops.kernels.launch import early, launch, wait_for_previous
+from headmax.ops.kernels.norm import inverse_rms
 from headmax.ops.kernels.tiles import cdiv, power_of_2, processors
 
 TILE = 16_384
@@ -75,7 +77,7 @@ def score_part(head: int) -> int:
 
 
 @triton.jit
-def pick(block, weights, OUTPUTS: tl.constexpr, BN: tl.constexpr):
+def matrix_of_block(block, weights, OUTPUTS: tl.constexpr, BN: tl.constexpr):
     """Of a block of BN outputs: its matrix, that one's outputs, the block's number in it, and how many outputs come before the matrix."""
     weight, outputs, number, before = weights[0], block * 0 + OUTPUTS[0], block, block * 0
     FIRST: tl.constexpr = (OUTPUTS[0] + BN - 1) // BN
@@ -89,84 +91,67 @@ def pick(block, weights, OUTPUTS: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def factors(x, norm, swish, column, inside, channel, in_norm):
-    """x as it is, and x times everything but the norm's own factor and the read gate; `channel` counts within a group of the norm."""
-    value = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
-    product = value
+def load_input(x, norm, swish, o_x, m_x, o_norm, m_norm):
+    """x as it is, and x times everything but the norm's own factor and the read gate; `o_norm` counts within a group of the norm."""
+    b_x = tl.load(x + o_x, mask=m_x, other=0.0).to(tl.float32)  # all of the shape of o_x
+    b_y = b_x
     if norm is not None:
-        product *= tl.load(norm + channel, mask=in_norm, other=0.0).to(tl.float32)
+        b_y *= tl.load(norm + o_norm, mask=m_norm, other=0.0).to(tl.float32)
     if swish is not None:
-        gate = tl.load(swish + column, mask=inside, other=0.0).to(tl.float32)
-        product *= gate * tl.sigmoid(gate)
-    return value, product
-
-
-@triton.jit
-def convolve(y, taps, bias, past, n, channel, there, rows, inside, C: tl.constexpr, W: tl.constexpr):
-    """silu(bias + Σ_i taps_i input_i) with y [rows, outputs] as the last input; the past moves on by one."""
-    slots = past + rows[:, None].to(tl.int64) * ((W - 1) * C) + channel[None, :]
-    total = y * tl.load(taps + n * W + W - 1, mask=there, other=0.0).to(tl.float32)[None, :]
-    if bias is not None:
-        total += tl.load(bias + n, mask=there, other=0.0).to(tl.float32)[None, :]
-    for i in tl.static_range(W - 1):
-        earlier = tl.load(slots + i * C, mask=inside, other=0.0)
-        total += earlier.to(tl.float32) * tl.load(taps + n * W + i, mask=there, other=0.0).to(tl.float32)[None, :]
-        tl.debug_barrier()  # every thread has read a slot before one writes it
-        if i > 0:
-            tl.store(slots + (i - 1) * C, earlier, mask=inside)
-    tl.store(slots + (W - 2) * C, y.to(past.dtype.element_ty), mask=inside)
-    return total * tl.sigmoid(total)
+        b_g = tl.load(swish + o_x, mask=m_x, other=0.0).to(tl.float32)
+        b_y *= b_g * tl.sigmoid(b_g)
+    return b_x, b_y
 
 
 @triton.jit
 def store_scores(
-    y, weight, sums, n, first, outputs, rows, M, BN: tl.constexpr, BM: tl.constexpr, TIMES: tl.constexpr, HEAD: tl.constexpr,
+    b_y, weight, sums, o_n, first, outputs, o_m, M, BN: tl.constexpr, BM: tl.constexpr, TIMES: tl.constexpr, HEAD: tl.constexpr,
     PART: tl.constexpr, KEY_HEADS: tl.constexpr,
 ):  # fmt: skip
     """Sums of the scores' terms over every PART of y [BM, BN], which are channels `first` and on of all key heads."""
     PARTS: tl.constexpr = HEAD // PART
-    start = first + PART * tl.arange(0, BN // PART)
+    o_p = first + PART * tl.arange(0, BN // PART)
     for i in tl.static_range(TIMES):
-        score = tl.load(weight + (n // HEAD * TIMES + i) * HEAD + n % HEAD, mask=n < outputs, other=0.0).to(tl.float32)
-        at = (start // HEAD * TIMES + i) * PARTS + start % HEAD // PART
-        terms = tl.sum(tl.reshape(y * score[None, :], [BM, BN // PART, PART]), 2)
-        where = sums + rows[:, None] * (2 * KEY_HEADS * TIMES * PARTS) + at[None, :]
-        tl.store(where, terms, mask=(rows < M)[:, None] & (start < outputs)[None, :])
+        b_w = tl.load(weight + (o_n // HEAD * TIMES + i) * HEAD + o_n % HEAD, mask=o_n < outputs, other=0.0).to(tl.float32)  # [BN]
+        o_sum = (o_p // HEAD * TIMES + i) * PARTS + o_p % HEAD // PART
+        b_sum = tl.sum(tl.reshape(b_y * b_w[None, :], [BM, BN // PART, PART]), 2)
+        p_sum = sums + o_m[:, None] * (2 * KEY_HEADS * TIMES * PARTS) + o_sum[None, :]
+        tl.store(p_sum, b_sum, mask=(o_m < M)[:, None] & (o_p < outputs)[None, :])
 
 
 @triton.jit
 def finish(
-    y, residual, taps, biases, past, score, sums, out, number, before, outputs, rows, M, N,
+    b_y, residual, taps, biases, past, score, sums, out, number, before, outputs, o_m, M, N,
     OUTPUTS: tl.constexpr, C: tl.constexpr, W: tl.constexpr, TIMES: tl.constexpr, HEAD: tl.constexpr, PART: tl.constexpr,
     KEY_HEADS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """What becomes of products y [BM, BN]: residual, convolution, scores. Stores them in out [M, N]."""
-    n = number * BN + tl.arange(0, BN)
-    inside = (rows < M)[:, None] & (n < outputs)[None, :]
-    at = rows[:, None].to(tl.int64) * N + (before + n)[None, :]
+    o_n = number * BN + tl.arange(0, BN)
+    m_y = (o_m < M)[:, None] & (o_n < outputs)[None, :]
+    o_y = o_m[:, None].to(tl.int64) * N + (before + o_n)[None, :]
     if residual is not None:
-        y += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+        b_y += tl.load(residual + o_y, mask=m_y, other=0.0).to(tl.float32)  # [BM, BN]
     if C > 0:
-        own, bias = taps[0], biases[0]
+        matrix_taps, bias = taps[0], biases[0]
         if before >= OUTPUTS[0]:
-            own = taps[1]
+            matrix_taps = taps[1]
             if biases[1] is not None:
                 bias = biases[1]
         if before >= OUTPUTS[0] + OUTPUTS[1]:
-            own = taps[2]
+            matrix_taps = taps[2]
             if biases[2] is not None:
                 bias = biases[2]
-        there = (n < outputs) & (before + n < C)
-        convolved = convolve(y, own, bias, past, n, before + n, there, rows, inside & there[None, :], C, W)
-        y = tl.where((before + n < C)[None, :], convolved, y)
+        m_n = (o_n < outputs) & (before + o_n < C)
+        b_convolved = convolve_next(b_y, matrix_taps, bias, past, o_n, before + o_n, m_n, o_m, m_y & m_n[None, :], C, W)
+        b_y = tl.where((before + o_n < C)[None, :], b_convolved, b_y)
     if score[0] is not None:
         if before < OUTPUTS[0]:
-            store_scores(y, score[0], sums, n, number * BN, outputs, rows, M, BN, BM, TIMES, HEAD, PART, KEY_HEADS)
+            store_scores(b_y, score[0], sums, o_n, number * BN, outputs, o_m, M, BN, BM, TIMES, HEAD, PART, KEY_HEADS)
     if score[1] is not None:
         if (before >= OUTPUTS[0]) & (before < OUTPUTS[0] + OUTPUTS[1]):
-            keys = sums + KEY_HEADS * TIMES * (HEAD // PART)
-            store_scores(y, score[1], keys, n, number * BN, outputs, rows, M, BN, BM, TIMES, HEAD, PART, KEY_HEADS)
-    tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
+            of_keys = sums + KEY_HEADS * TIMES * (HEAD // PART)
+            store_scores(b_y, score[1], of_keys, o_n, number * BN, outputs, o_m, M, BN, BM, TIMES, HEAD, PART, KEY_HEADS)
+    tl.store(out + o_y, b_y.to(out.dtype.element_ty), mask=m_y)
 
 
 @triton.jit
@@ -177,31 +162,31 @@ def row_kernel(
     TIMES: tl.constexpr, HEAD: tl.constexpr, PART: tl.constexpr, KEY_HEADS: tl.constexpr,
     PAIR: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr, BC: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """BN outputs of a single row from BN rows of a matrix [outputs, K] seen as [outputs, GROUPS, K / GROUPS]."""
+    """BN outputs of a single row, x [K], from BN rows of a matrix [outputs, K] seen as [outputs, GROUPS, K / GROUPS]."""
     if PAIR:
         weight, outputs, number, before = w0, OUTPUTS[0], tl.program_id(0), tl.program_id(0) * 0
     else:
-        weight, outputs, number, before = pick(tl.program_id(0), (w0, w1, w2, w3, w4, w5, w6, w7), OUTPUTS, BN)
-    n = number * BN + tl.arange(0, BN)
-    group, channel = tl.arange(0, BG)[:, None], tl.arange(0, BC)[None, :]
+        weight, outputs, number, before = matrix_of_block(tl.program_id(0), (w0, w1, w2, w3, w4, w5, w6, w7), OUTPUTS, BN)
+    o_n = number * BN + tl.arange(0, BN)
+    o_g, o_c = tl.arange(0, BG)[:, None], tl.arange(0, BC)[None, :]
     SIZE: tl.constexpr = K // GROUPS
-    column, inside = group * SIZE + channel, (group < GROUPS) & (channel < SIZE)
-    at = n.to(tl.int64)[:, None, None] * K + column[None, :, :]
-    whole = (n < outputs)[:, None, None] & inside[None, :, :]
-    first = tl.load(weight + at, mask=whole, other=0.0)  # first of all loads: it takes longest
+    o_x, m_x = o_g * SIZE + o_c, (o_g < GROUPS) & (o_c < SIZE)
+    o_w = o_n.to(tl.int64)[:, None, None] * K + o_x[None, :, :]
+    m_w = (o_n < outputs)[:, None, None] & m_x[None, :, :]
+    b_w = tl.load(weight + o_w, mask=m_w, other=0.0)  # [BN, BG, BC], first of all loads: it takes longest
     if PAIR:
-        second = tl.load(w1 + at, mask=whole, other=0.0)
+        b_w2 = tl.load(w1 + o_w, mask=m_w, other=0.0)  # as b_w
     wait_for_previous(EARLY)
-    value, product = factors(x, norm, swish, column, inside, channel, channel < SIZE)
+    b_x, b_scaled = load_input(x, norm, swish, o_x, m_x, o_c, o_c < SIZE)  # [BG, BC]
     if read is not None:
-        product *= tl.load(read + column // (K // HEADS), mask=inside, other=0.0)
+        b_scaled *= tl.load(read + o_x // (K // HEADS), mask=m_x, other=0.0)  # [BG, BC]
     if norm is not None:
-        product *= tl.rsqrt(tl.sum(value * value, 1) / SIZE + eps)[:, None]
-    y = tl.sum(tl.sum(first.to(tl.float32) * product[None, :, :], 2), 1)
+        b_scaled *= inverse_rms(b_x, eps, SIZE, 1)[:, None]
+    b_y = tl.sum(tl.sum(b_w.to(tl.float32) * b_scaled[None, :, :], 2), 1)
     if PAIR:
-        y = y * tl.sigmoid(y) * tl.sum(tl.sum(second.to(tl.float32) * product[None, :, :], 2), 1)
+        b_y = b_y * tl.sigmoid(b_y) * tl.sum(tl.sum(b_w2.to(tl.float32) * b_scaled[None, :, :], 2), 1)
     finish(
-        y[None, :], residual, (t0, t1, t2), (b0, b1, b2), past, (read_weight, write_weight), sums, out, number, before, outputs,
+        b_y[None, :], residual, (t0, t1, t2), (b0, b1, b2), past, (read_weight, write_weight), sums, out, number, before, outputs,
         tl.arange(0, 1), 1, N, OUTPUTS, C, W, TIMES, HEAD, PART, KEY_HEADS, 1, BN,
     )  # fmt: skip
 
@@ -214,42 +199,43 @@ def few_rows_kernel(
     TIMES: tl.constexpr, HEAD: tl.constexpr, PART: tl.constexpr, KEY_HEADS: tl.constexpr,
     PAIR: tl.constexpr, SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr, BC: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """BN outputs of up to BM rows. Each warp multiplies its own of SPLIT parts of the channels: a norm's groups if it has several."""
+    """BN outputs of up to BM rows x [M, K]. Each warp multiplies its own of SPLIT parts of the channels: a norm's groups if it has
+    several."""
     if PAIR:
         weight, outputs, number, before = w0, OUTPUTS[0], tl.program_id(0), tl.program_id(0) * 0
     else:
-        weight, outputs, number, before = pick(tl.program_id(0), (w0, w1, w2, w3, w4, w5, w6, w7), OUTPUTS, BN)
-    n, rows = number * BN + tl.arange(0, BN), tl.arange(0, BM)
-    part, channel = tl.arange(0, BG)[:, None, None], tl.arange(0, BC)[None, None, :]
+        weight, outputs, number, before = matrix_of_block(tl.program_id(0), (w0, w1, w2, w3, w4, w5, w6, w7), OUTPUTS, BN)
+    o_n, o_m = number * BN + tl.arange(0, BN), tl.arange(0, BM)
+    o_g, o_c = tl.arange(0, BG)[:, None, None], tl.arange(0, BC)[None, None, :]
     SIZE: tl.constexpr = K // SPLIT
-    column, inside = part * SIZE + channel, (part < SPLIT) & (channel < SIZE)
-    at, whole = n.to(tl.int64)[None, :, None] * K + column, (n < outputs)[None, :, None] & inside
-    t_w = tl.load(weight + at, mask=whole, other=0.0)  # [BG, BN, BC], first of all loads: it takes longest
+    o_k, m_k = o_g * SIZE + o_c, (o_g < SPLIT) & (o_c < SIZE)
+    o_w, m_w = o_n.to(tl.int64)[None, :, None] * K + o_k, (o_n < outputs)[None, :, None] & m_k
+    b_w = tl.load(weight + o_w, mask=m_w, other=0.0)  # [BG, BN, BC], first of all loads: it takes longest
     if PAIR:
-        t_w2 = tl.load(w1 + at, mask=whole, other=0.0)
+        b_w2 = tl.load(w1 + o_w, mask=m_w, other=0.0)  # as b_w
     wait_for_previous(EARLY)
-    row, there = rows.to(tl.int64)[None, :, None], (rows < M)[None, :, None] & inside
-    of_norm, gates = column, swish
+    o_row, m_x = o_m.to(tl.int64)[None, :, None], (o_m < M)[None, :, None] & m_k
+    o_norm, gates = o_k, swish
     if GROUPS > 1:
-        of_norm = channel
+        o_norm = o_c
     if swish is not None:
-        gates += row * swish_stride
-    value, product = factors(x + row * x_stride, norm, gates, column, there, of_norm, inside)  # [BG, BM, BC]
+        gates += o_row * swish_stride
+    b_x, b_scaled = load_input(x + o_row * x_stride, norm, gates, o_k, m_x, o_norm, m_k)  # [BG, BM, BC]
     if read is not None:
-        product *= tl.load(read + row * HEADS + column // (K // HEADS), mask=there, other=0.0)
-    scale = tl.full([BM, 1], 1.0, tl.float32)
+        b_scaled *= tl.load(read + o_row * HEADS + o_k // (K // HEADS), mask=m_x, other=0.0)  # [BG, BM, BC]
+    b_scale = tl.full([BM, 1], 1.0, tl.float32)
     if norm is not None:
-        squares = tl.sum(value * value, 2)  # [BG, BM]
+        b_squares = tl.sum(b_x * b_x, 2)  # [BG, BM]
         if GROUPS > 1:
-            product *= tl.rsqrt(squares / SIZE + eps)[:, :, None]
+            b_scaled *= tl.rsqrt(b_squares / SIZE + eps)[:, :, None]
         else:
-            scale = tl.rsqrt(tl.sum(squares, 0) / K + eps)[:, None]
-    product = product.to(t_w.dtype)
-    y = scale * tl.sum(tl.dot(product, tl.permute(t_w, (0, 2, 1)), input_precision="ieee"), 0)
+            b_scale = tl.rsqrt(tl.sum(b_squares, 0) / K + eps)[:, None]
+    b_scaled = b_scaled.to(b_w.dtype)
+    b_y = b_scale * tl.sum(tl.dot(b_scaled, tl.permute(b_w, (0, 2, 1)), input_precision="ieee"), 0)
     if PAIR:
-        y = y * tl.sigmoid(y) * (scale * tl.sum(tl.dot(product, tl.permute(t_w2, (0, 2, 1)), input_precision="ieee"), 0))
+        b_y = b_y * tl.sigmoid(b_y) * (b_scale * tl.sum(tl.dot(b_scaled, tl.permute(b_w2, (0, 2, 1)), input_precision="ieee"), 0))
     finish(
-        y, residual, (t0, t1, t2), (b0, b1, b2), past, (read_weight, write_weight), sums, out, number, before, outputs, rows, M, N,
+        b_y, residual, (t0, t1, t2), (b0, b1, b2), past, (read_weight, write_weight), sums, out, number, before, outputs, o_m, M, N,
         OUTPUTS, C, W, TIMES, HEAD, PART, KEY_HEADS, BM, BN,
     )  # fmt: skip
 
@@ -259,32 +245,32 @@ def normalize_kernel(
     x, norm, swish, read, out, x_stride, swish_stride, eps, K: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One group of a norm in one row: what `row_kernel` makes of its input, stored in out [rows, K]."""
+    """One group of a norm in one row: what `row_kernel` makes of its input x [rows, K], stored in out [rows, K]."""
     row, group = (tl.program_id(0) // GROUPS).to(tl.int64), tl.program_id(0) % GROUPS
     SIZE: tl.constexpr = K // GROUPS
-    channel = tl.arange(0, BC)
-    inside, column = channel < SIZE, group * SIZE + channel
+    o_c = tl.arange(0, BC)
+    m_c, o_x = o_c < SIZE, group * SIZE + o_c
     wait_for_previous(EARLY)
     gates = swish
     if swish is not None:
         gates += row * swish_stride
-    value, product = factors(x + row * x_stride, norm, gates, column, inside, channel, inside)
+    b_x, b_scaled = load_input(x + row * x_stride, norm, gates, o_x, m_c, o_c, m_c)  # [BC]
     if read is not None:
-        product *= tl.load(read + row * HEADS + column // (K // HEADS), mask=inside, other=0.0)
+        b_scaled *= tl.load(read + row * HEADS + o_x // (K // HEADS), mask=m_c, other=0.0)  # [BC]
     if norm is not None:
-        product *= tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps)
-    tl.store(out + row * K + column, product.to(out.dtype.element_ty), mask=inside)
+        b_scaled *= inverse_rms(b_x, eps, SIZE, 0)
+    tl.store(out + row * K + o_x, b_scaled.to(out.dtype.element_ty), mask=m_c)
 
 
 @triton.jit
-def prefetch(weight, n, outputs, K: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr):
-    """Asks for rows n of a matrix [outputs, K], of which LINE entries are a line of the L2 cache, without waiting for them."""
-    line = tl.arange(0, LINES)[None, :] * LINE
-    inside = (n < outputs)[:, None] & (line < K)
+def prefetch(weight, o_n, outputs, K: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr):
+    """Asks for rows o_n of a matrix [outputs, K], of which LINE entries are a line of the L2 cache, without waiting for them."""
+    o_l = tl.arange(0, LINES)[None, :] * LINE
+    m_l = (o_n < outputs)[:, None] & (o_l < K)
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
         "=r,l,r",
-        [weight + n.to(tl.int64)[:, None] * K + line, inside.to(tl.int32)],
+        [weight + o_n.to(tl.int64)[:, None] * K + o_l, m_l.to(tl.int32)],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
@@ -303,28 +289,28 @@ def rows_kernel(
     if PAIR:
         weight, outputs, number, before = w0, OUTPUTS[0], tl.program_id(0), tl.program_id(0) * 0
     else:
-        weight, outputs, number, before = pick(tl.program_id(0), (w0, w1, w2, w3, w4, w5, w6, w7), OUTPUTS, BN)
-    n, rows = number * BN + tl.arange(0, BN), tl.program_id(1) * BM + tl.arange(0, BM)
+        weight, outputs, number, before = matrix_of_block(tl.program_id(0), (w0, w1, w2, w3, w4, w5, w6, w7), OUTPUTS, BN)
+    o_n, o_m = number * BN + tl.arange(0, BN), tl.program_id(1) * BM + tl.arange(0, BM)
     if EARLY:
-        prefetch(weight, n, outputs, K, LINE, LINES)
+        prefetch(weight, o_n, outputs, K, LINE, LINES)
         if PAIR:
-            prefetch(w1, n, outputs, K, LINE, LINES)
+            prefetch(w1, o_n, outputs, K, LINE, LINES)
     wait_for_previous(EARLY)
-    y, y_2 = tl.zeros([BM, BN], tl.float32), tl.zeros([BM, BN], tl.float32)
+    b_y, b_y2 = tl.zeros([BM, BN], tl.float32), tl.zeros([BM, BN], tl.float32)
     for start in range(0, K, BK):
-        channel = start + tl.arange(0, BK)
-        at, inside = n.to(tl.int64)[:, None] * K + channel[None, :], (n < outputs)[:, None] & (channel < K)[None, :]
-        p_x = x + rows.to(tl.int64)[:, None] * x_stride + channel[None, :]
-        t_x = tl.load(p_x, mask=(rows < M)[:, None] & (channel < K)[None, :], other=0.0)  # [BM, BK]
-        t_w = tl.load(weight + at, mask=inside, other=0.0)  # [BN, BK]
-        y = tl.dot(t_x, tl.trans(t_w), y, input_precision=PRECISION)
+        o_k = start + tl.arange(0, BK)
+        o_w, m_w = o_n.to(tl.int64)[:, None] * K + o_k[None, :], (o_n < outputs)[:, None] & (o_k < K)[None, :]
+        p_x = x + o_m.to(tl.int64)[:, None] * x_stride + o_k[None, :]
+        b_x = tl.load(p_x, mask=(o_m < M)[:, None] & (o_k < K)[None, :], other=0.0)  # [BM, BK]
+        b_w = tl.load(weight + o_w, mask=m_w, other=0.0)  # [BN, BK]
+        b_y = tl.dot(b_x, tl.trans(b_w), b_y, input_precision=PRECISION)
         if PAIR:
-            t_w2 = tl.load(w1 + at, mask=inside, other=0.0)  # [BN, BK]
-            y_2 = tl.dot(t_x, tl.trans(t_w2), y_2, input_precision=PRECISION)
+            b_w2 = tl.load(w1 + o_w, mask=m_w, other=0.0)  # [BN, BK]
+            b_y2 = tl.dot(b_x, tl.trans(b_w2), b_y2, input_precision=PRECISION)
     if PAIR:
-        y = y * tl.sigmoid(y) * y_2
+        b_y = b_y * tl.sigmoid(b_y) * b_y2
     finish(
-        y, residual, (t0, t1, t2), (b0, b1, b2), past, (read_weight, write_weight), sums, out, number, before, outputs, rows, M, N,
+        b_y, residual, (t0, t1, t2), (b0, b1, b2), past, (read_weight, write_weight), sums, out, number, before, outputs, o_m, M, N,
         OUTPUTS, C, W, TIMES, HEAD, PART, KEY_HEADS, BM, BN,
     )  # fmt: skip
 

@@ -14,29 +14,32 @@ from headmax.ops.kernels.tiles import power_of_2
 
 @triton.jit
 def cross_entropy_kernel(logits, labels, losses, stride, V: tl.constexpr, BLOCK: tl.constexpr):
-    """loss = log Σ exp(logits) - logits[label];  logits ← softmax(logits) - onehot(label).  Rows with a negative label give zeros."""
+    """loss = log Σ exp(logits) - logits[label];  logits ← softmax(logits) - onehot(label).  Rows with a negative label give zeros.
+
+    In: logits [rows, V], rows `stride` apart, labels [rows]. Out: losses [rows].
+    """
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
-    base = logits + row * stride
-    columns = tl.arange(0, BLOCK)
-    highest, total = tl.full([BLOCK], -float("inf"), tl.float32), tl.zeros([BLOCK], tl.float32)
+    p_row = logits + row * stride
+    o_b = tl.arange(0, BLOCK)
+    b_max, b_sum = tl.full([BLOCK], -float("inf"), tl.float32), tl.zeros([BLOCK], tl.float32)
     for start in range(0, V, BLOCK):
-        x = tl.load(base + start + columns, mask=start + columns < V, other=-float("inf")).to(tl.float32)
-        higher = tl.maximum(highest, x)
-        level = tl.where(higher == -float("inf"), 0.0, higher)
-        total = total * tl.exp2((highest - level) * LOG2_E) + tl.exp2((x - level) * LOG2_E)
-        highest = higher
-    most = tl.max(highest, 0)
-    sum_of_all = tl.sum(total * tl.exp2((highest - most) * LOG2_E), 0)  # relative to the highest: large logits lose no digits
-    part, counted = 1.0 / sum_of_all, label >= 0
-    at_label = tl.load(base + tl.where(counted, label, 0)).to(tl.float32)
-    tl.store(losses + row, tl.where(counted, most - at_label + tl.log(sum_of_all), 0.0))
+        b_x = tl.load(p_row + start + o_b, mask=start + o_b < V, other=-float("inf")).to(tl.float32)  # [BLOCK]
+        b_new_max = tl.maximum(b_max, b_x)
+        b_level = tl.where(b_new_max == -float("inf"), 0.0, b_new_max)
+        b_sum = b_sum * tl.exp2((b_max - b_level) * LOG2_E) + tl.exp2((b_x - b_level) * LOG2_E)
+        b_max = b_new_max
+    row_max = tl.max(b_max, 0)
+    row_sum = tl.sum(b_sum * tl.exp2((b_max - row_max) * LOG2_E), 0)  # relative to the highest: large logits lose no digits
+    factor, m_counted = 1.0 / row_sum, label >= 0
+    at_label = tl.load(p_row + tl.where(m_counted, label, 0)).to(tl.float32)
+    tl.store(losses + row, tl.where(m_counted, row_max - at_label + tl.log(row_sum), 0.0))
     tl.debug_barrier()
     for start in range(0, V, BLOCK):
-        inside = start + columns < V
-        x = tl.load(base + start + columns, mask=inside, other=-float("inf")).to(tl.float32)
-        gradient = tl.exp2((x - most) * LOG2_E) * part - tl.where(start + columns == label, 1.0, 0.0)
-        tl.store(base + start + columns, tl.where(counted, gradient, 0.0).to(logits.dtype.element_ty), mask=inside)
+        m_x = start + o_b < V
+        b_x = tl.load(p_row + start + o_b, mask=m_x, other=-float("inf")).to(tl.float32)  # [BLOCK]
+        b_dx = tl.exp2((b_x - row_max) * LOG2_E) * factor - tl.where(start + o_b == label, 1.0, 0.0)
+        tl.store(p_row + start + o_b, tl.where(m_counted, b_dx, 0.0).to(logits.dtype.element_ty), mask=m_x)
 
 
 def cross_entropy_rows(logits: Tensor, labels: Tensor) -> Tensor:

@@ -11,77 +11,46 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headmax.ops.kernels.gate import load_gates_of_head
 from headmax.ops.kernels.launch import early, launch, wait_for_previous
-from headmax.ops.kernels.step import add_both, advance, unit_length, value_tile
+from headmax.ops.kernels.norm import inverse_rms
+from headmax.ops.kernels.step import EPS, advance, value_tile
 from headmax.ops.kernels.tiles import cdiv, power_of_2
+from headmax.ops.kernels.unit_length import inverse_length
 
 GATED = 4096
 """Entries of a gate's matrix that a program holds."""
 
 
 @triton.jit
-def featured(x, channel, inside, cos, sin, partner, K: tl.constexpr, FEATURE: tl.constexpr):
-    """The feature map of a query or key [K], then its rotation with the other half's features, if there are angles."""
-    x = feature(x, inside, FEATURE)
-    if cos is not None:
-        other = feature(partner, inside, FEATURE)
-        turn = tl.load(sin + channel % (K // 2), mask=inside, other=0.0).to(tl.float32)
-        x = x * tl.load(cos + channel % (K // 2), mask=inside, other=0.0) + tl.where(channel < K // 2, -other, other) * turn
-    return x
-
-
-@triton.jit
-def feature(x, inside, FEATURE: tl.constexpr):
+def feature(b_x, m_x, FEATURE: tl.constexpr):
+    """The feature map of a query or key [K]."""
     if FEATURE == "relu":
-        return tl.maximum(x, 0.0)
+        return tl.maximum(b_x, 0.0)
     elif FEATURE == "elu":
-        return tl.where(inside, tl.where(x > 0, x + 1.0, tl.exp(tl.minimum(x, 0.0))), 0.0)
+        return tl.where(m_x, tl.where(b_x > 0, b_x + 1.0, tl.exp(tl.minimum(b_x, 0.0))), 0.0)
     elif FEATURE == "silu":
-        return x * tl.sigmoid(x)
+        return b_x * tl.sigmoid(b_x)
     elif FEATURE == "softmax":
-        x = tl.where(inside, x, -float("inf"))
-        powers = tl.exp(x - tl.max(x, 0))
-        return powers / tl.sum(powers, 0)
+        b_x = tl.where(m_x, b_x, -float("inf"))
+        b_powers = tl.exp(b_x - tl.max(b_x, 0))
+        return b_powers / tl.sum(b_powers, 0)
     elif FEATURE == "unit_length":
-        return unit_length(x)
+        return b_x * inverse_length(b_x, EPS)
     else:
-        return x
+        return b_x
 
 
 @triton.jit
-def larger_both(a, b, c, d):
-    return tl.maximum(a, c), tl.maximum(b, d)
-
-
-@triton.jit
-def add_four(a, b, c, d, e, f, g, h):
-    return a + e, b + f, c + g, d + h
-
-
-@triton.jit
-def own_gates(
-    reads, writes, head, temperature, scale, H: tl.constexpr, KIND: tl.constexpr, PARTS: tl.constexpr, BH: tl.constexpr, BP: tl.constexpr
-):
-    """This head's two gates from where all heads' scores are, in parts [H, PARTS]; both at once, since every sum makes the program wait."""
-    if KIND == "uniform":
-        return scale / H, scale / H
-    else:
-        heads, parts = tl.arange(0, BH), tl.arange(0, BP)
-        at, there = heads[:, None] * PARTS + parts[None, :], (heads[:, None] < H) & (parts[None, :] < PARTS)
-        reads, writes = tl.load(reads + at, mask=there, other=0.0), tl.load(writes + at, mask=there, other=0.0)
-        reads, writes = tl.reduce((reads.to(tl.float32), writes.to(tl.float32)), 1, add_both)
-        reads *= temperature
-        writes *= temperature
-        if KIND == "softmax":
-            reads, writes = tl.where(heads < H, reads, -float("inf")), tl.where(heads < H, writes, -float("inf"))
-            most_read, most_written = tl.reduce((reads, writes), 0, larger_both)
-            reads, writes = tl.exp(reads - most_read), tl.exp(writes - most_written)
-            own_read, own_write = tl.where(heads == head, reads, 0.0), tl.where(heads == head, writes, 0.0)
-            read, write, all_read, all_written = tl.reduce((own_read, own_write, reads, writes), 0, add_four)
-            return scale * read / all_read, scale * write / all_written
-        else:
-            read, write = tl.reduce((tl.where(heads == head, reads, 0.0), tl.where(heads == head, writes, 0.0)), 0, add_both)
-            return 2 * scale / H * tl.sigmoid(read), 2 * scale / H * tl.sigmoid(write)
+def rotated_feature(b_x, b_other, o_k, m_k, cos, sin, K: tl.constexpr, FEATURE: tl.constexpr):
+    """The feature map of a query or key [K], then its rotation with the other half's features, if there are angles."""
+    b_x = feature(b_x, m_k, FEATURE)
+    if cos is not None:
+        b_other = feature(b_other, m_k, FEATURE)
+        b_sin = tl.load(sin + o_k % (K // 2), mask=m_k, other=0.0).to(tl.float32)  # [BK]
+        b_turned = tl.where(o_k < K // 2, -b_other, b_other) * b_sin
+        b_x = b_x * tl.load(cos + o_k % (K // 2), mask=m_k, other=0.0) + b_turned  # [BK]
+    return b_x
 
 
 @triton.jit
@@ -94,80 +63,83 @@ def mixer_step_kernel(
     DECAY: tl.constexpr, FEATURE: tl.constexpr, KIND: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """BV value channels of one head of one sequence. `projected` has a row per sequence; Q, KEYS, ... say where each part of it starts,
-    SWISH where a gate that comes before the norm does, or -1.
+    """BV value channels of one head of one sequence: gates, feature maps, rotation and decay, then `advance` (step.py).
+
+    In: projected [rows, ...], a row per sequence; Q, KEYS, ... say where each part of it starts, SWISH where a gate that comes before the
+    norm does, or -1; `sums` [rows, 2, H, PARTS] the head gates' scores, if they are not in it. Out: out [rows, H V], state [rows, H, K, V]
+    in place, read_out [rows, H] a read gate that comes after the norm.
     """
     head, sequence = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    channel, column = tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV)
-    inside, key_head = channel < K, head // (H // KEY_HEADS)
-    tile = state + ((sequence * H + head) * K + channel[:, None]) * V + column[None, :]
-    there = inside[:, None] & (column[None, :] < V)
-    at, other = key_head * K + channel, key_head * K + (channel + K // 2) % K
+    o_k, o_v = tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV)
+    m_k, key_head = o_k < K, head // (H // KEY_HEADS)
+    p_s = state + ((sequence * H + head) * K + o_k[:, None]) * V + o_v[None, :]
+    m_s = m_k[:, None] & (o_v[None, :] < V)
+    o_q, o_other = key_head * K + o_k, key_head * K + (o_k + K // 2) % K
     # what no kernel of this step writes is loaded first, since it takes longest, and not used yet
-    memory = tl.load(tile, mask=there, other=0.0)  # [BK, BV]
+    b_s = tl.load(p_s, mask=m_s, other=0.0)  # [BK, BV]
     if DECAY == "channel":
-        ranks = tl.arange(0, BR)
-        bias = tl.load(decay_bias + at, mask=inside, other=0.0)  # [BK]
-        in_rank = (ranks[:, None] < RANK) & inside[None, :]
-        rise = tl.load(decay_weight + at[None, :] * RANK + ranks[:, None], mask=in_rank, other=0.0)  # [BR, BK]
+        o_r = tl.arange(0, BR)
+        b_bias = tl.load(decay_bias + o_q, mask=m_k, other=0.0)  # [BK]
+        m_w = (o_r[:, None] < RANK) & m_k[None, :]
+        b_w = tl.load(decay_weight + o_q[None, :] * RANK + o_r[:, None], mask=m_w, other=0.0)  # [BR, BK]
     elif DECAY == "channel delta":
-        bias, rise = tl.load(decay_bias + at, mask=inside, other=0.0), tl.load(decay_weight + head)  # [BK], a number
+        b_bias, b_w = tl.load(decay_bias + o_q, mask=m_k, other=0.0), tl.load(decay_weight + head)  # [BK], a number
     elif DECAY == "delta" or DECAY == "step":
-        bias, rise = tl.load(decay_bias + head), tl.load(decay_weight + head)
+        b_bias, b_w = tl.load(decay_bias + head), tl.load(decay_weight + head)
     wait_for_previous(EARLY)
-    row = projected + sequence * stride
-    v = tl.load(row + VALUES + head * V + column, mask=column < V, other=0.0).to(tl.float32)
-    q = tl.load(row + Q + at, mask=inside, other=0.0).to(tl.float32)
-    k = tl.load(row + KEYS + at, mask=inside, other=0.0).to(tl.float32)
-    q_other, k_other = q, k
+    p_row = projected + sequence * stride
+    b_v = tl.load(p_row + VALUES + head * V + o_v, mask=o_v < V, other=0.0).to(tl.float32)  # [BV]
+    b_q = tl.load(p_row + Q + o_q, mask=m_k, other=0.0).to(tl.float32)  # [BK]
+    b_k = tl.load(p_row + KEYS + o_q, mask=m_k, other=0.0).to(tl.float32)  # [BK]
+    b_q_other, b_k_other = b_q, b_k
     if cos is not None:
         cos += sequence * angle_stride
         sin += sequence * angle_stride
-        q_other = tl.load(row + Q + other, mask=inside, other=0.0).to(tl.float32)
-        k_other = tl.load(row + KEYS + other, mask=inside, other=0.0).to(tl.float32)
+        b_q_other = tl.load(p_row + Q + o_other, mask=m_k, other=0.0).to(tl.float32)  # [BK]
+        b_k_other = tl.load(p_row + KEYS + o_other, mask=m_k, other=0.0).to(tl.float32)  # [BK]
     read, write = 1.0, 1.0
     if READ != "none" or WRITE:
-        reads, writes = row + READS, row + WRITES
+        p_reads, p_writes = p_row + READS, p_row + WRITES
         if sums is not None:
-            reads, writes = sums + sequence * (2 * H * PARTS), sums + (sequence * 2 + 1) * (H * PARTS)
-        own_read, own_write = own_gates(reads, writes, head, temperature, gate_scale, H, KIND, PARTS, BH, BP)
+            p_reads, p_writes = sums + sequence * (2 * H * PARTS), sums + (sequence * 2 + 1) * (H * PARTS)
+        head_read, head_write = load_gates_of_head(p_reads, p_writes, head, temperature, gate_scale, H, KIND, PARTS, BH, BP)
         if READ != "none":
-            read = own_read
+            read = head_read
         if WRITE:
-            write = own_write
+            write = head_write
     if READ == "after_norm":
         tl.store(read_out + sequence * H + head, read, mask=tl.program_id(0) == 0)
         read = 1.0
-    q = featured(q, channel, inside, cos, sin, q_other, K, FEATURE)
-    k = featured(k, channel, inside, cos, sin, k_other, K, FEATURE)
+    b_q = rotated_feature(b_q, b_q_other, o_k, m_k, cos, sin, K, FEATURE)
+    b_k = rotated_feature(b_k, b_k_other, o_k, m_k, cos, sin, K, FEATURE)
     decay, beta = 1.0, 1.0
     if DECAY == "retnet":
         decay = 1.0 - tl.exp2(-5.0 - head)
     elif DECAY == "channel":
-        low = tl.load(decays + sequence * decay_stride + ranks, mask=ranks < RANK, other=0.0).to(tl.float32)
-        x = bias.to(tl.float32) + tl.sum(low[:, None] * rise.to(tl.float32), 0)
-        log_sigmoid = tl.minimum(x, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(x)))
+        b_low = tl.load(decays + sequence * decay_stride + o_r, mask=o_r < RANK, other=0.0).to(tl.float32)  # [BR]
+        b_x = b_bias.to(tl.float32) + tl.sum(b_low[:, None] * b_w.to(tl.float32), 0)
+        log_sigmoid = tl.minimum(b_x, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(b_x)))
         decay = tl.exp(log_sigmoid / normalizer)
     elif DECAY == "delta" or DECAY == "channel delta" or DECAY == "step":
         if DECAY == "channel delta":
-            x = tl.load(decays + sequence * decay_stride + at, mask=inside, other=0.0)  # [BK]
+            b_x = tl.load(decays + sequence * decay_stride + o_q, mask=m_k, other=0.0)  # [BK]
         else:
-            x = tl.load(decays + sequence * decay_stride + head)
-        x = x.to(tl.float32) + bias.to(tl.float32)
-        softplus = tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
-        decay = tl.exp(-tl.exp(rise.to(tl.float32)) * softplus)
+            b_x = tl.load(decays + sequence * decay_stride + head)
+        b_x = b_x.to(tl.float32) + b_bias.to(tl.float32)
+        softplus = tl.maximum(b_x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(b_x)))
+        decay = tl.exp(-tl.exp(b_w.to(tl.float32)) * softplus)
         if DECAY == "step":
             write *= softplus
         else:
-            beta = tl.sigmoid(tl.load(row + BETAS + head).to(tl.float32))
-    memory, o = advance(memory.to(tl.float32), q, k, v, decay, beta, read * scale, write, DECAY)
+            beta = tl.sigmoid(tl.load(p_row + BETAS + head).to(tl.float32))
+    b_s, b_o = advance(b_s.to(tl.float32), b_q, b_k, b_v, decay, beta, read * scale, write, DECAY)
     if skip is not None:
-        o += tl.load(skip + head).to(tl.float32) * v
+        b_o += tl.load(skip + head).to(tl.float32) * b_v
     if SWISH >= 0:
-        gate = tl.load(row + SWISH + head * V + column, mask=column < V, other=0.0).to(tl.float32)
-        o *= gate * tl.sigmoid(gate)
-    tl.store(tile, memory.to(state.dtype.element_ty), mask=there)
-    tl.store(out + (sequence * H + head) * V + column, o, mask=column < V)
+        b_g = tl.load(p_row + SWISH + head * V + o_v, mask=o_v < V, other=0.0).to(tl.float32)  # [BV]
+        b_o *= b_g * tl.sigmoid(b_g)
+    tl.store(p_s, b_s.to(state.dtype.element_ty), mask=m_s)
+    tl.store(out + (sequence * H + head) * V + o_v, b_o, mask=o_v < V)
 
 
 class Decay(NamedTuple):
@@ -222,23 +194,26 @@ def gated_norm_kernel(
     H: tl.constexpr, V: tl.constexpr, RANK: tl.constexpr, GROUP: tl.constexpr, BV: tl.constexpr, BR: tl.constexpr, BG: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """BV channels of one head of one row: norm(o) sigmoid(weight low), times a read gate. GROUP channels are normalised together."""
+    """BV channels of one head of one row: norm(o) sigmoid(weight low), times a read gate. GROUP channels are normalised together.
+
+    In: o [rows, H V], low [rows, RANK], weight [H V, RANK], norm [GROUP], read [rows, H] or None. Out: out [rows, H V].
+    """
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    column, ranks, channel = tl.program_id(0) * BV + tl.arange(0, BV), tl.arange(0, BR), tl.arange(0, BG)
-    there, at = column < V, head * V + column
-    inside = there[:, None] & (ranks[None, :] < RANK)
-    t_w = tl.load(weight + at[:, None] * RANK + ranks[None, :], mask=inside, other=0.0)  # [BV, BR]
+    o_v, o_r, o_g = tl.program_id(0) * BV + tl.arange(0, BV), tl.arange(0, BR), tl.arange(0, BG)
+    m_v, o_x = o_v < V, head * V + o_v
+    m_w = m_v[:, None] & (o_r[None, :] < RANK)
+    b_w = tl.load(weight + o_x[:, None] * RANK + o_r[None, :], mask=m_w, other=0.0)  # [BV, BR]
     wait_for_previous(EARLY)
-    t_l = tl.load(low + row * low_stride + ranks, mask=ranks < RANK, other=0.0)  # [BR]
-    x = tl.load(o + row * (H * V) + at, mask=there, other=0.0)  # [BV]
-    x *= tl.sigmoid(tl.sum(t_w.to(tl.float32) * t_l.to(tl.float32)[None, :], 1))
+    b_low = tl.load(low + row * low_stride + o_r, mask=o_r < RANK, other=0.0)  # [BR]
+    b_x = tl.load(o + row * (H * V) + o_x, mask=m_v, other=0.0)  # [BV]
+    b_x *= tl.sigmoid(tl.sum(b_w.to(tl.float32) * b_low.to(tl.float32)[None, :], 1))
     if norm is not None:
         first = head * V // GROUP * GROUP
-        group = tl.load(o + row * (H * V) + first + channel, mask=channel < GROUP, other=0.0)  # [BG]
-        x *= tl.rsqrt(tl.sum(group * group, 0) / GROUP + eps) * tl.load(norm + at - first, mask=there, other=0.0).to(tl.float32)
+        b_group = tl.load(o + row * (H * V) + first + o_g, mask=o_g < GROUP, other=0.0)  # [BG]
+        b_x *= inverse_rms(b_group, eps, GROUP, 0) * tl.load(norm + o_x - first, mask=m_v, other=0.0).to(tl.float32)
     if read is not None:
-        x *= tl.load(read + row * H + head)
-    tl.store(out + row * (H * V) + at, x.to(out.dtype.element_ty), mask=there)
+        b_x *= tl.load(read + row * H + head)
+    tl.store(out + row * (H * V) + o_x, b_x.to(out.dtype.element_ty), mask=m_v)
 
 
 def gated_norm(

@@ -31,92 +31,96 @@ STAGES = 3
 
 
 @triton.jit
-def place(start, rows, H: tl.constexpr, WIDTH: tl.constexpr, BR: tl.constexpr, BW: tl.constexpr, stride):
+def row_tile(start, rows, stride, H: tl.constexpr, WIDTH: tl.constexpr, BR: tl.constexpr, BW: tl.constexpr):
     """Of BR rows from `start` on, H to a token: their numbers, offsets into [rows, WIDTH] and into [tokens, ...] of that stride, mask."""
-    index, columns = start + tl.arange(0, BR), tl.arange(0, BW)[None, :]
-    at, inside = index.to(tl.int64)[:, None], (index[:, None] < rows) & (columns < WIDTH)
-    return index, at * WIDTH + columns, at // H * stride + at % H * WIDTH + columns, inside
+    o_r, o_w = start + tl.arange(0, BR), tl.arange(0, BW)[None, :]
+    o_wide, m_x = o_r.to(tl.int64)[:, None], (o_r[:, None] < rows) & (o_w < WIDTH)
+    return o_r, o_wide * WIDTH + o_w, o_wide // H * stride + o_wide % H * WIDTH + o_w, m_x
 
 
 @triton.jit
-def inverse_root(x, eps, WIDTH: tl.constexpr):
-    """1 / sqrt(mean(x²) + eps) of each row, [rows, 1]."""
-    return tl.rsqrt(tl.sum(x * x, 1) / WIDTH + eps)[:, None]
+def inverse_rms(b_x, eps, WIDTH: tl.constexpr, AXIS: tl.constexpr):
+    """1 / sqrt(mean(x²) + eps) over an axis of WIDTH numbers."""
+    return tl.rsqrt(tl.sum(b_x * b_x, AXIS) / WIDTH + eps)
 
 
 @triton.jit
 def rms_norm_kernel(
     x, delta, swish, read, weight, total, y, rows, stride, eps,
-    H: tl.constexpr, WIDTH: tl.constexpr, BR: tl.constexpr, BW: tl.constexpr, SUM: tl.constexpr, SWISH: tl.constexpr, READ: tl.constexpr,
+    H: tl.constexpr, WIDTH: tl.constexpr, BR: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
-    """y = weight x / sqrt(mean(x²) + eps), x + delta for x if SUM, which is stored too; times read and silu(swish) where there are such."""
-    index, at, beside, inside = place(tl.program_id(0) * BR, rows, H, WIDTH, BR, BW, stride)
-    columns = tl.arange(0, BW)
-    t_x = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    if SWISH:
-        t_g = tl.load(swish + beside, mask=inside, other=0.0).to(tl.float32)
-    if SUM:
-        t_x += tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)
-        rounded = t_x.to(total.dtype.element_ty)
-        tl.store(total + at, rounded, mask=inside)
-        t_x = rounded.to(tl.float32)
-    t_w = tl.load(weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)[None, :]
-    factor = inverse_root(t_x, eps, WIDTH)
-    if READ:
-        factor *= tl.load(read + index, mask=index < rows, other=0.0).to(tl.float32)[:, None]
-    t_y = t_x * factor * t_w
-    if SWISH:
-        t_y *= t_g * sigmoid(t_g)
-    tl.store(y + at, t_y.to(y.dtype.element_ty), mask=inside)
+    """y = weight x / sqrt(mean(x²) + eps), times read and silu(swish) where there are such.
+
+    In: x, y [rows, WIDTH], H rows to a token; swish [tokens, H WIDTH] of any stride, read [rows]. With a `delta`, x + delta stands for x,
+    and is stored in `total`; what is normalised is that number as it was rounded.
+    """
+    o_r, o_x, o_g, m_x = row_tile(tl.program_id(0) * BR, rows, stride, H, WIDTH, BR, BW)
+    o_w = tl.arange(0, BW)
+    b_x = tl.load(x + o_x, mask=m_x, other=0.0).to(tl.float32)  # [BR, BW]
+    if swish is not None:
+        b_g = tl.load(swish + o_g, mask=m_x, other=0.0).to(tl.float32)  # [BR, BW]
+    if delta is not None:
+        b_x += tl.load(delta + o_x, mask=m_x, other=0.0).to(tl.float32)  # [BR, BW]
+        b_rounded = b_x.to(total.dtype.element_ty)
+        tl.store(total + o_x, b_rounded, mask=m_x)
+        b_x = b_rounded.to(tl.float32)
+    b_w = tl.load(weight + o_w, mask=o_w < WIDTH, other=0.0).to(tl.float32)[None, :]  # [1, BW]
+    b_factor = inverse_rms(b_x, eps, WIDTH, 1)[:, None]
+    if read is not None:
+        b_factor *= tl.load(read + o_r, mask=o_r < rows, other=0.0).to(tl.float32)[:, None]  # [BR, 1]
+    b_y = b_x * b_factor * b_w
+    if swish is not None:
+        b_y *= b_g * sigmoid(b_g)
+    tl.store(y + o_x, b_y.to(y.dtype.element_ty), mask=m_x)
 
 
 @triton.jit
 def rms_norm_gradients_kernel(
     d_y, d_total, x, swish, read, weight, d_x, d_swish, d_read, d_weight, y, rows, stride, eps,
-    H: tl.constexpr, WIDTH: tl.constexpr, BR: tl.constexpr, BW: tl.constexpr, SUM: tl.constexpr, SWISH: tl.constexpr, READ: tl.constexpr,
-    AGAIN: tl.constexpr, AHEAD: tl.constexpr,
+    H: tl.constexpr, WIDTH: tl.constexpr, BR: tl.constexpr, BW: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of all inputs, of d_weight this program's share; if SUM, d_total comes to d_x; if AGAIN, y itself once more."""
-    columns, share = tl.arange(0, BW), tl.zeros([BR, BW], tl.float32)  # summed over rows at the end alone: threads must meet for that
-    t_w = tl.load(weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)[None, :]
+    """Gradients of all inputs, of the weight this program's share d_weight [programs, WIDTH]; a `d_total` comes to d_x; y, if there is room
+    for it, is made once more. Programs go through many rows, with AHEAD tiles on their way."""
+    o_w, b_share = tl.arange(0, BW), tl.zeros([BR, BW], tl.float32)  # summed over rows at the end alone: threads must meet for that
+    b_w = tl.load(weight + o_w, mask=o_w < WIDTH, other=0.0).to(tl.float32)[None, :]  # [1, BW]
     for start in tl.range(tl.program_id(0) * BR, rows, tl.num_programs(0) * BR, num_stages=AHEAD):
-        index, at, beside, inside = place(start, rows, H, WIDTH, BR, BW, stride)
-        t_x = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-        t_d = tl.load(d_y + at, mask=inside, other=0.0).to(tl.float32)
-        if SWISH:
-            t_g = tl.load(swish + beside, mask=inside, other=0.0).to(tl.float32)
-        if SUM:
-            t_t = tl.load(d_total + at, mask=inside, other=0.0).to(tl.float32)
-        root = inverse_root(t_x, eps, WIDTH)
-        unit = t_x * root
-        if SWISH:
-            open_ = sigmoid(t_g)
-            t_s = t_g * open_
-            d_s = t_d * unit * t_w
-            t_d *= t_s
-        if READ:
-            t_r = tl.load(read + index, mask=index < rows, other=0.0).to(tl.float32)
-            tl.store(d_read + index, tl.sum(t_d * unit * t_w, 1), mask=index < rows)
-            t_d *= t_r[:, None]
-        if SWISH:
-            if READ:
-                d_s *= t_r[:, None]
-            d_g = d_s * open_ * (1.0 + t_g * (1.0 - open_))
-            tl.store(d_swish + at, d_g.to(d_swish.dtype.element_ty), mask=inside)
-        if AGAIN:
-            t_y = unit * t_w
-            if READ:
-                t_y *= t_r[:, None]
-            if SWISH:
-                t_y *= t_s
-            tl.store(y + at, t_y.to(y.dtype.element_ty), mask=inside)
-        share += t_d * unit
-        t_d *= t_w
-        t_d = root * (t_d - unit * (tl.sum(t_d * unit, 1) / WIDTH)[:, None])
-        if SUM:
-            t_d += t_t
-        tl.store(d_x + at, t_d.to(d_x.dtype.element_ty), mask=inside)
-    tl.store(d_weight + tl.program_id(0) * WIDTH + columns, tl.sum(share, 0), mask=columns < WIDTH)
+        o_r, o_x, o_g, m_x = row_tile(start, rows, stride, H, WIDTH, BR, BW)
+        b_x = tl.load(x + o_x, mask=m_x, other=0.0).to(tl.float32)  # [BR, BW]
+        b_d = tl.load(d_y + o_x, mask=m_x, other=0.0).to(tl.float32)  # [BR, BW]
+        if swish is not None:
+            b_g = tl.load(swish + o_g, mask=m_x, other=0.0).to(tl.float32)  # [BR, BW]
+        if d_total is not None:
+            b_total = tl.load(d_total + o_x, mask=m_x, other=0.0).to(tl.float32)  # [BR, BW]
+        b_inverse = inverse_rms(b_x, eps, WIDTH, 1)[:, None]
+        b_unit = b_x * b_inverse
+        if swish is not None:
+            b_open = sigmoid(b_g)
+            b_swish = b_g * b_open
+            b_d_swish = b_d * b_unit * b_w
+            b_d *= b_swish
+        if read is not None:
+            b_read = tl.load(read + o_r, mask=o_r < rows, other=0.0).to(tl.float32)  # [BR]
+            tl.store(d_read + o_r, tl.sum(b_d * b_unit * b_w, 1), mask=o_r < rows)
+            b_d *= b_read[:, None]
+        if swish is not None:
+            if read is not None:
+                b_d_swish *= b_read[:, None]
+            b_dg = b_d_swish * b_open * (1.0 + b_g * (1.0 - b_open))
+            tl.store(d_swish + o_x, b_dg.to(d_swish.dtype.element_ty), mask=m_x)
+        if y is not None:
+            b_y = b_unit * b_w
+            if read is not None:
+                b_y *= b_read[:, None]
+            if swish is not None:
+                b_y *= b_swish
+            tl.store(y + o_x, b_y.to(y.dtype.element_ty), mask=m_x)
+        b_share += b_d * b_unit
+        b_d *= b_w
+        b_d = b_inverse * (b_d - b_unit * (tl.sum(b_d * b_unit, 1) / WIDTH)[:, None])
+        if d_total is not None:
+            b_d += b_total
+        tl.store(d_x + o_x, b_d.to(d_x.dtype.element_ty), mask=m_x)
+    tl.store(d_weight + tl.program_id(0) * WIDTH + o_w, tl.sum(b_share, 0), mask=o_w < WIDTH)
 
 
 @functools.cache
@@ -132,12 +136,11 @@ def _tiles(x: Tensor) -> int:
     return cdiv(tokens * heads, _block(index(width))[0])
 
 
-def _sizes(x: Tensor, swish: Tensor | None = None, read: Tensor | None = None) -> tuple[int, int, dict[str, int | bool]]:
+def _sizes(x: Tensor, swish: Tensor | None) -> tuple[int, int, dict[str, int]]:
     """Rows, the distance of the swish gate's, and what kernels are specialised to; x is [tokens, heads, width]."""
     tokens, heads, width = x.shape
     tall, columns = _block(width)
     sizes = {"H": heads, "WIDTH": width, "BR": tall, "BW": columns, "num_warps": WARPS}
-    sizes |= {"SWISH": swish is not None, "READ": read is not None}
     return tokens * heads, 0 if swish is None else swish.stride(0), sizes
 
 
@@ -150,9 +153,9 @@ def _norm(
     x: Tensor, delta: Tensor | None, swish: Tensor | None, read: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor | None, Tensor]:
     """x + delta, if there is a delta, and y, both as x is."""
-    (rows, stride, sizes), total, y = _sizes(x, swish, read), None if delta is None else torch.empty_like(x), torch.empty_like(x)
+    (rows, stride, sizes), total, y = _sizes(x, swish), None if delta is None else torch.empty_like(x), torch.empty_like(x)
     args = x, delta, swish, read, weight, total, y, rows, stride, eps
-    launch(rms_norm_kernel, (_tiles(x),), args, sizes | {"SUM": delta is not None})
+    launch(rms_norm_kernel, (_tiles(x),), args, sizes)
     return total, y
 
 
@@ -160,12 +163,12 @@ def _gradients(
     d_y: Tensor, d_total: Tensor | None, x: Tensor, swish: Tensor | None, read: Tensor | None, weight: Tensor, eps: float, again: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """d_x, d_swish, d_read, the programs' shares of d_weight and, `again`, y; what there is not is empty."""
-    rows, stride, sizes = _sizes(x, swish, read)
+    rows, stride, sizes = _sizes(x, swish)
     d_x, d_swish, y = (torch.empty_like(x) if wanted else x.new_empty(0) for wanted in (True, swish is not None, again))
     d_read = x.new_empty(0 if read is None else read.shape, dtype=torch.float32)
     shares = _shares(x)
-    sizes |= {"SUM": d_total is not None, "AGAIN": again, "AHEAD": STAGES if sizes["BR"] * sizes["BW"] <= TILE else 1}
-    args = d_y, d_total, x, swish, read, weight, d_x, d_swish, d_read, shares, y, rows, stride, eps
+    sizes |= {"AHEAD": STAGES if sizes["BR"] * sizes["BW"] <= TILE else 1}
+    args = d_y, d_total, x, swish, read, weight, d_x, d_swish, d_read, shares, y if again else None, rows, stride, eps
     launch(rms_norm_gradients_kernel, (len(shares),), args, sizes)
     return d_x, d_swish, d_read, shares, y
 

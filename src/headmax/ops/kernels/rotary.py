@@ -1,4 +1,4 @@
-"""Queries and keys out of the product that gave them, turned by their positions on the way; their gradients go straight back into it."""
+"""Queries and keys out of the product that gave them, rotated by their positions on the way; their gradients go straight back into it."""
 
 from __future__ import annotations
 
@@ -21,34 +21,36 @@ ALIGNED = 64
 
 
 @triton.jit
-def turn_kernel(
+def rotary_kernel(
     product, q, k, rest, cos, sin, tokens, angles, stride,
     H: tl.constexpr, HALF: tl.constexpr, E: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, BE: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
-    """Heads of q, then of k, then E further columns, from rows of `product` to tensors of their own; if BACK, the other way about."""
-    head, rows = tl.program_id(0) % (2 * H + 1), tl.program_id(0) // (2 * H + 1) * BT + tl.arange(0, BT)
-    at, there, columns = rows.to(tl.int64)[:, None], rows[:, None] < tokens, tl.arange(0, BH)[None, :]
+    """Heads of q, then of k [tokens, H, 2 HALF], each rotated, and E further columns `rest` [tokens, E], out of rows of `product`, which
+    are `stride` apart; if BACK, the other way about, rotated back. cos, sin [angles, HALF]: tokens' positions repeat after `angles`.
+    """
+    head, o_r = tl.program_id(0) % (2 * H + 1), tl.program_id(0) // (2 * H + 1) * BT + tl.arange(0, BT)
+    o_t, m_t, o_h = o_r.to(tl.int64)[:, None], o_r[:, None] < tokens, tl.arange(0, BH)[None, :]
     if head < 2 * H:
-        inside = there & (columns < HALF)
-        joint = product + at * stride + head * (2 * HALF) + columns
-        own = tl.where(head < H, q, k) + (at * H + head % H) * (2 * HALF) + columns
-        angle = at % angles * HALF + columns
-        c, s = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32), tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
+        m_x = m_t & (o_h < HALF)
+        p_product = product + o_t * stride + head * (2 * HALF) + o_h
+        p_head = tl.where(head < H, q, k) + (o_t * H + head % H) * (2 * HALF) + o_h
+        o_a = o_t % angles * HALF + o_h
+        b_cos, b_sin = tl.load(cos + o_a, mask=m_x, other=0.0).to(tl.float32), tl.load(sin + o_a, mask=m_x, other=0.0).to(tl.float32)
         if BACK:
-            source, target, s = own, joint, -s
+            p_from, p_to, b_sin = p_head, p_product, -b_sin
         else:
-            source, target = joint, own
-        first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-        second = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
-        tl.store(target, (first * c - second * s).to(product.dtype.element_ty), mask=inside)
-        tl.store(target + HALF, (second * c + first * s).to(product.dtype.element_ty), mask=inside)
+            p_from, p_to = p_product, p_head
+        b_first = tl.load(p_from, mask=m_x, other=0.0).to(tl.float32)  # [BT, BH]
+        b_second = tl.load(p_from + HALF, mask=m_x, other=0.0).to(tl.float32)  # [BT, BH]
+        tl.store(p_to, (b_first * b_cos - b_second * b_sin).to(product.dtype.element_ty), mask=m_x)
+        tl.store(p_to + HALF, (b_second * b_cos + b_first * b_sin).to(product.dtype.element_ty), mask=m_x)
     elif E > 0:
-        further = tl.arange(0, BE)[None, :]
-        in_product, in_rest, known = product + at * stride + 4 * H * HALF + further, rest + at * E + further, there & (further < E)
+        o_e = tl.arange(0, BE)[None, :]
+        p_columns, p_rest, m_e = product + o_t * stride + 4 * H * HALF + o_e, rest + o_t * E + o_e, m_t & (o_e < E)
         if BACK:
-            tl.store(in_product, tl.load(in_rest, mask=known, other=0.0), mask=known)
+            tl.store(p_columns, tl.load(p_rest, mask=m_e, other=0.0), mask=m_e)  # [BT, BE]
         else:
-            tl.store(in_rest, tl.load(in_product, mask=known, other=0.0), mask=known)
+            tl.store(p_rest, tl.load(p_columns, mask=m_e, other=0.0), mask=m_e)  # [BT, BE]
 
 
 @functools.cache
@@ -60,7 +62,7 @@ def _sizes(heads: int, width: int, further: int, back: bool) -> dict[str, int]:
 def _launch(product: Tensor, q: Tensor, k: Tensor, rest: Tensor, cos: Tensor, sin: Tensor, back: bool) -> None:
     (tokens, heads, width), further = q.shape, rest.shape[1]
     args = product, q, k, rest, cos, sin, tokens, cos.shape[0], product.stride(0)
-    launch(turn_kernel, (cdiv(tokens, TOKENS) * (2 * heads + 1),), args, _sizes(heads, width, further, back))
+    launch(rotary_kernel, (cdiv(tokens, TOKENS) * (2 * heads + 1),), args, _sizes(heads, width, further, back))
 
 
 def _parts(product: Tensor, heads: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -88,30 +90,33 @@ def backward(d_q: Tensor, d_k: Tensor, d_rest: Tensor, cos: Tensor, sin: Tensor)
     return d_product
 
 
-_turned = define_op(
-    "turned", forward, lambda product, cos, sin, heads, width: _parts(product, heads, width), tags=(torch.Tag.needs_fixed_stride_order,)
+_split_rotary = define_op(
+    "split_rotary",
+    forward,
+    lambda product, cos, sin, heads, width: _parts(product, heads, width),
+    tags=(torch.Tag.needs_fixed_stride_order,),
 )
-_turned_backward = define_op("turned_backward", backward, lambda d_q, d_k, d_rest, cos, sin: _empty_product(d_q, d_rest))
+_split_rotary_backward = define_op("split_rotary_backward", backward, lambda d_q, d_k, d_rest, cos, sin: _empty_product(d_q, d_rest))
 
 
-class Turned(torch.autograd.Function):
-    """See `turned`. Saves the angles [tokens, D/2] alone."""
+class SplitRotary(torch.autograd.Function):
+    """See `split_rotary`. Saves the angles [tokens, D/2] alone."""
 
     @staticmethod
     def forward(ctx, product, cos, sin, heads, width):
         batch, time, _ = product.shape
         cos, sin = (x.expand(-1, time, 1, -1).reshape(-1, width // 2) for x in (cos, sin))
         ctx.save_for_backward(cos, sin)
-        q, k, rest = _turned(product.flatten(0, 1), cos, sin, heads, width)
+        q, k, rest = _split_rotary(product.flatten(0, 1), cos, sin, heads, width)
         return q.view(batch, time, heads, width), k.view(batch, time, heads, width), rest.view(batch, time, rest.shape[1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_q, d_k, d_rest):
-        d_product = _turned_backward(d_q.flatten(0, 1), d_k.flatten(0, 1), d_rest.flatten(0, 1), *ctx.saved_tensors)
+        d_product = _split_rotary_backward(d_q.flatten(0, 1), d_k.flatten(0, 1), d_rest.flatten(0, 1), *ctx.saved_tensors)
         return d_product.unflatten(0, d_q.shape[:2]), None, None, None, None
 
 
-def turned(product: Tensor, cos: Tensor, sin: Tensor, heads: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q and k [B,T,H,D], turned, and what else there is, of product [B,T,2 H D + ...]; cos, sin [B or 1,T,1,D/2]."""
-    return Turned.apply(product, cos, sin, heads, width)
+def split_rotary(product: Tensor, cos: Tensor, sin: Tensor, heads: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q and k [B,T,H,D], rotated, and what else there is, of product [B,T,2 H D + ...]; cos, sin [B or 1,T,1,D/2]."""
+    return SplitRotary.apply(product, cos, sin, heads, width)

@@ -1,15 +1,19 @@
 """States from chunk to chunk in Triton, and what is read out of them, once a chunk's keys, decays and scores are prepared.
 
-    S' = 2^whole S + 2^half keys^T values      `scan`, for every chunk in turn
-    o  = readers 2^half S + scores values      `combine` from states that a scan stored, or the scan itself, which then stores none
+    S' = 2^(b_C) S + 2^h keys^T values         `scan`, for every chunk in turn
+    o  = readers 2^h S + scores values         `combine` from states that a scan stored, or the scan itself, which then stores none
 
-Forwards keys are `writing` and readers `reading`; backwards, with gradients for values, the other way round, and scores are transposed.
-What is kept on the way is 2^half S: with a decay per channel `half` is half of `whole` in most chunks, else 0 (channel.py).
+Forwards keys are scaled_k and readers scaled_q (scalar.py, channel.py); backwards, with gradients for values, the other way round, and
+scores are transposed. With a decay per channel, h is half of the chunk's log-decay b_C in factored chunks, else 0; with others it is 0.
+What is stored is 2^h S.
+
+Sequences too few to keep the GPU busy are cut into segments, which run at the same time: once from nothing, to know what each ends with;
+then `carry` hands the states on from segment to segment; and again, each from what it begins with.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -20,9 +24,9 @@ from headmax.ops.kernels.common import (
     Layout,
     channel_block,
     chunk_span,
-    dot_precision,
-    nth,
+    scan_index,
     segment_span,
+    shape_arguments,
     state_block,
     state_tile,
     tile,
@@ -32,166 +36,163 @@ from headmax.ops.kernels.tiles import cdiv, processors, reads_in_scan, tile_argu
 
 
 @triton.jit
-def load_decays(decays, index, there, k_start, K: tl.constexpr, BK: tl.constexpr, CHANNEL: tl.constexpr):
-    """Log-decays of a [BK, ...] block of state number `index`, [BK] or one for all; 0 unless it is `there`."""
+def load_decay(decays, index, m_index, k_start, K: tl.constexpr, BK: tl.constexpr, CHANNEL: tl.constexpr):
+    """The log-decays of a block of state number `index`, [BK] or one for all; 0 where `m_index` is off."""
     if CHANNEL:
-        channels = k_start + tl.arange(0, BK)
-        return tl.load(decays + index * K + channels, mask=(channels < K) & there, other=0.0)
+        o_k = k_start + tl.arange(0, BK)
+        return tl.load(decays + index * K + o_k, mask=(o_k < K) & m_index, other=0.0)  # [BK]
     else:
-        return tl.load(decays + index, mask=there, other=0.0)
+        return tl.load(decays + index, mask=m_index, other=0.0)
 
 
 @triton.jit
-def load_half(whole, mild, index, there, k_start, K: tl.constexpr, BK: tl.constexpr):
-    """`half` of a chunk [BK], and whether it is all there is to its decay, so that whole = 2 half."""
-    alike = tl.load(mild + index, mask=there, other=1) != 0
-    return tl.where(alike, 0.5 * load_decays(whole, index, there, k_start, K, BK, True), 0.0), alike
+def load_half_decay(chunk_decay, factored, index, m_index, k_start, K: tl.constexpr, BK: tl.constexpr):
+    """h of a chunk [BK], and whether it is factored, so that 2 h is all its decay."""
+    whole = tl.load(factored + index, mask=m_index, other=1) != 0
+    return tl.where(whole, 0.5 * load_decay(chunk_decay, index, m_index, k_start, K, BK, True), 0.0), whole
 
 
 @triton.jit
-def scaled(state, log_factor, CHANNEL: tl.constexpr):
-    """2^log_factor state"""
+def decayed(b_s, log_decay, CHANNEL: tl.constexpr):
+    """2^log_decay S"""
     if CHANNEL:
-        return state * tl.exp2(log_factor)[:, None]
+        return b_s * tl.exp2(log_decay)[:, None]
     else:
-        return state * tl.exp2(log_factor)
+        return b_s * tl.exp2(log_decay)
 
 
 @triton.jit
 def scan_kernel(
-    keys, values, readers, scores, whole, mild, initial, states, result, final, decays, table, starts, segments, T,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CHANNEL: tl.constexpr,
-    PACKED: tl.constexpr, REVERSE: tl.constexpr, HAS_INITIAL: tl.constexpr, STORE: tl.constexpr, READ: tl.constexpr, LAST: tl.constexpr,
+    keys, values, readers, scores, chunk_decay, factored, initial, states, out, final, decays, table, starts, segments, T,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, REVERSE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One block of the state through one segment of a sequence, backwards if REVERSE.
+    """One block of the state through one segment of a sequence, backwards if REVERSE, from `initial`, what segments begin with, or zeros.
 
-    STORE keeps 2^half S for each chunk, READ gives what is read out, for which a block has all key channels; LAST keeps the state at the
-    end. Where nothing is kept on the way, `decays` is the log-decay of the segment. A chunk's decay is fetched one chunk ahead: no step
-    waits for it.
+    In: keys, readers [B,T,H,K], values [B,T,H,V], scores [B,T,H,C]. Out, where they are given: `states` gets 2^h S of each chunk [chunks,
+    H, K, V], `out` what is read out [B,T,H,V], for which a block has all key channels, `final` the states at the segments' ends, and
+    `decays` the segments' log-decays. A chunk's decay is fetched one chunk ahead: no step waits for it.
     """
-    k_start, v_start, run, head = state_block(H, K, V, BK, BV)
-    first_chunk, chunks, token, end = segment_span(run, segments, table, starts, T, C, PACKED)
-    place = run.to(tl.int64) * H + head
-    state = tl.zeros([BK, BV], tl.float32)
-    if HAS_INITIAL:
-        p_initial, in_initial = state_tile(initial, place, k_start, v_start, K, V, BK, BV)
-        state += tl.load(p_initial, mask=in_initial, other=0.0).to(tl.float32)
-    beginning = (first_chunk + nth(0, chunks, REVERSE)).to(tl.int64) * H + head
+    CHANNEL: tl.constexpr = factored is not None
+    k_start, v_start, segment, head = state_block(H, K, V, BK, BV)
+    first_chunk, chunks, first, end = segment_span(segment, segments, table, starts, T, C)
+    o_segment = segment.to(tl.int64) * H + head
+    b_s = tl.zeros([BK, BV], tl.float32)
+    if initial is not None:
+        p_i, m_i = state_tile(initial, o_segment, k_start, v_start, K, V, BK, BV)
+        b_s += tl.load(p_i, mask=m_i, other=0.0).to(tl.float32)  # [BK, BV]
+    o_chunk = (first_chunk + scan_index(0, chunks, REVERSE)).to(tl.int64) * H + head
     if CHANNEL:
-        half, alike = load_half(whole, mild, beginning, chunks > 0, k_start, K, BK)
-        state, total = scaled(state, half, CHANNEL), tl.zeros([BK], tl.float32)
+        half, whole = load_half_decay(chunk_decay, factored, o_chunk, chunks > 0, k_start, K, BK)
+        b_s, total = decayed(b_s, half, CHANNEL), tl.zeros([BK], tl.float32)
     else:
-        decay, total = load_decays(whole, beginning, chunks > 0, k_start, K, BK, CHANNEL), 0.0
+        decay, total = load_decay(chunk_decay, o_chunk, chunks > 0, k_start, K, BK, CHANNEL), 0.0
     for i in range(chunks):
-        n = nth(i, chunks, REVERSE)
-        at = token + n * C
-        count = tl.minimum(C, end - at).to(tl.int32)
-        index, following = (first_chunk + n).to(tl.int64) * H + head, (first_chunk + nth(i + 1, chunks, REVERSE)).to(tl.int64) * H + head
-        p_k, in_k = tile(keys, at, count, head, k_start, H, K, C, BK)
-        p_v, in_v = tile(values, at, count, head, v_start, H, V, C, BV)
-        t_k, t_v = tl.load(p_k, mask=in_k, other=0.0), tl.load(p_v, mask=in_v, other=0.0)
+        n = scan_index(i, chunks, REVERSE)
+        token = first + n * C
+        count = tl.minimum(C, end - token).to(tl.int32)
+        index, o_next = (
+            (first_chunk + n).to(tl.int64) * H + head,
+            (first_chunk + scan_index(i + 1, chunks, REVERSE)).to(tl.int64) * H + head,
+        )
+        p_k, m_k = tile(keys, token, count, head, k_start, H, K, C, BK)
+        p_v, m_v = tile(values, token, count, head, v_start, H, V, C, BV)
+        b_k, b_v = tl.load(p_k, mask=m_k, other=0.0), tl.load(p_v, mask=m_v, other=0.0)  # [C, BK], [C, BV]
         if CHANNEL:
-            next_half, next_alike = load_half(whole, mild, following, i + 1 < chunks, k_start, K, BK)
+            next_half, next_whole = load_half_decay(chunk_decay, factored, o_next, i + 1 < chunks, k_start, K, BK)
         else:
-            next_decay = load_decays(whole, following, i + 1 < chunks, k_start, K, BK, CHANNEL)
-        if STORE:
-            p_s, in_s = state_tile(states, index, k_start, v_start, K, V, BK, BV)
-            tl.store(p_s, state.to(states.dtype.element_ty), mask=in_s)
-        if READ:
-            p_r, in_r = tile(readers, at, count, head, k_start, H, K, C, BK)
-            p_a, in_a = tile(scores, at, count, head, 0, H, C, C, C)
-            t_r, t_a = tl.load(p_r, mask=in_r, other=0.0), tl.load(p_a, mask=in_a, other=0.0)
-            out = tl.dot(t_r, state.to(t_r.dtype), input_precision=PRECISION)
-            out = tl.dot(t_a, t_v, out, input_precision=PRECISION)
-            p_o, in_o = tile(result, at, count, head, v_start, H, V, C, BV)
-            tl.store(p_o, out.to(result.dtype.element_ty), mask=in_o)
+            next_decay = load_decay(chunk_decay, o_next, i + 1 < chunks, k_start, K, BK, CHANNEL)
+        if states is not None:
+            p_s, m_s = state_tile(states, index, k_start, v_start, K, V, BK, BV)
+            tl.store(p_s, b_s.to(states.dtype.element_ty), mask=m_s)
+        if out is not None:
+            p_r, m_r = tile(readers, token, count, head, k_start, H, K, C, BK)
+            p_a, m_a = tile(scores, token, count, head, 0, H, C, C, C)
+            b_r, b_a = tl.load(p_r, mask=m_r, other=0.0), tl.load(p_a, mask=m_a, other=0.0)  # [C, BK], [C, C]
+            b_o = tl.dot(b_r, b_s.to(b_r.dtype), input_precision=PRECISION)
+            b_o = tl.dot(b_a, b_v, b_o, input_precision=PRECISION)
+            p_o, m_o = tile(out, token, count, head, v_start, H, V, C, BV)
+            tl.store(p_o, b_o.to(out.dtype.element_ty), mask=m_o)
         if CHANNEL:
-            if not alike:
-                steep = load_decays(whole, index, True, k_start, K, BK, CHANNEL)
-                state, total = scaled(state, steep, CHANNEL), total + steep
-            state = tl.dot(tl.trans(t_k), t_v, state, input_precision=PRECISION)
+            if not whole:
+                exact = load_decay(chunk_decay, index, True, k_start, K, BK, CHANNEL)
+                b_s, total = decayed(b_s, exact, CHANNEL), total + exact
+            b_s = tl.dot(tl.trans(b_k), b_v, b_s, input_precision=PRECISION)
             total += 2 * half
-            state = scaled(scaled(state, half, CHANNEL), next_half, CHANNEL)  # both at once may be no number of float32
-            half, alike = next_half, next_alike
+            b_s = decayed(decayed(b_s, half, CHANNEL), next_half, CHANNEL)  # both at once may be no number of float32
+            half, whole = next_half, next_whole
         else:
-            state = tl.dot(tl.trans(t_k), t_v, scaled(state, decay, CHANNEL), input_precision=PRECISION)
+            b_s = tl.dot(tl.trans(b_k), b_v, decayed(b_s, decay, CHANNEL), input_precision=PRECISION)
             total += decay
             decay = next_decay
-    if LAST:
-        p_final, in_final = state_tile(final, place, k_start, v_start, K, V, BK, BV)
-        tl.store(p_final, state, mask=in_final)
-    if not (STORE or READ):
+    if final is not None:
+        p_f, m_f = state_tile(final, o_segment, k_start, v_start, K, V, BK, BV)
+        tl.store(p_f, b_s, mask=m_f)
+    if decays is not None:
         if CHANNEL:
-            channels = k_start + tl.arange(0, BK)
-            tl.store(decays + place * K + channels, total, mask=channels < K)
+            o_k = k_start + tl.arange(0, BK)
+            tl.store(decays + o_segment * K + o_k, total, mask=o_k < K)
         else:
-            tl.store(decays + place, total)
+            tl.store(decays + o_segment, total)
 
 
 @triton.jit
 def carry_kernel(
-    ends, decays, initial, final, segments,
+    boundaries, decays, initial, final, segments,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CHANNEL: tl.constexpr, REVERSE: tl.constexpr,
-    HAS_INITIAL: tl.constexpr,
 ):  # fmt: skip
-    """What each segment of a sequence would end with, had it begun with nothing, becomes what it begins with; and the last state."""
+    """`boundaries` [sequences * segments, H, K, V]: what each segment would end with, had it begun with nothing, becomes what it begins
+    with, S' = 2^decay S + end; and the last state of each sequence, `final`."""
     k_start, v_start, sequence, head = state_block(H, K, V, BK, BV)
-    state = tl.zeros([BK, BV], tl.float32)
-    place = (sequence * H + head).to(tl.int64)
-    if HAS_INITIAL:
-        p_initial, in_initial = state_tile(initial, place, k_start, v_start, K, V, BK, BV)
-        state += tl.load(p_initial, mask=in_initial, other=0.0).to(tl.float32)
+    b_s = tl.zeros([BK, BV], tl.float32)
+    o_sequence = (sequence * H + head).to(tl.int64)
+    if initial is not None:
+        p_i, m_i = state_tile(initial, o_sequence, k_start, v_start, K, V, BK, BV)
+        b_s += tl.load(p_i, mask=m_i, other=0.0).to(tl.float32)  # [BK, BV]
     for i in range(segments):
-        run = sequence * segments + nth(i, segments, REVERSE)
-        index = run.to(tl.int64) * H + head
-        p_s, in_s = state_tile(ends, index, k_start, v_start, K, V, BK, BV)
-        end = tl.load(p_s, mask=in_s, other=0.0)
-        tl.store(p_s, state, mask=in_s)
-        state = scaled(state, load_decays(decays, index, True, k_start, K, BK, CHANNEL), CHANNEL) + end
-    p_final, in_final = state_tile(final, place, k_start, v_start, K, V, BK, BV)
-    tl.store(p_final, state, mask=in_final)
+        segment = sequence * segments + scan_index(i, segments, REVERSE)
+        index = segment.to(tl.int64) * H + head
+        p_e, m_e = state_tile(boundaries, index, k_start, v_start, K, V, BK, BV)
+        b_e = tl.load(p_e, mask=m_e, other=0.0)  # [BK, BV]
+        tl.store(p_e, b_s, mask=m_e)
+        b_s = decayed(b_s, load_decay(decays, index, True, k_start, K, BK, CHANNEL), CHANNEL) + b_e
+    p_f, m_f = state_tile(final, o_sequence, k_start, v_start, K, V, BK, BV)
+    tl.store(p_f, b_s, mask=m_f)
 
 
 @triton.jit
 def combine_kernel(
-    readers, scores, values, states, result, table, T,
+    readers, scores, values, states, out, table, T,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STATES: tl.constexpr,
-    PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """result = scores values + readers states, the second term only if STATES.
+    """out = scores values + readers states [B,T,H,V], the second term only if STATES.
 
     Both are one loop over tokens and then key channels, so that tiles of the second are on their way during the first.
     """
     tl.static_assert(C % BK == 0)
     v_start, chunk, head = channel_block(H, V, BV)
-    first, count = chunk_span(chunk, table, T, C, PACKED)
-    rows, inner, columns = tl.arange(0, C)[:, None], tl.arange(0, BK), v_start + tl.arange(0, BV)[None, :]
-    at, place = first * H + head, (chunk.to(tl.int64) * H + head) * (K * V)
-    total = tl.zeros([C, BV], tl.float32)
+    first, count = chunk_span(chunk, table, T, C)
+    o_c, o_i, o_v = tl.arange(0, C)[:, None], tl.arange(0, BK), v_start + tl.arange(0, BV)[None, :]
+    o_t, o_state = first * H + head, (chunk.to(tl.int64) * H + head) * (K * V)
+    b_o = tl.zeros([C, BV], tl.float32)
     for start in range(0, C + K if STATES else C, BK):
-        within, channel = start < C, start - C
-        left = tl.where(within, scores + at * C + start, readers + at * K + channel)
-        right = tl.where(within, values + (at + start * H) * V, states + place + channel * V)
-        t_l = tl.load(
-            left + rows * tl.where(within, H * C, H * K) + inner[None, :],
-            mask=(rows < count) & (within | (inner < K - channel))[None, :],
+        in_scores, channel = start < C, start - C
+        p_l = tl.where(in_scores, scores + o_t * C + start, readers + o_t * K + channel)
+        p_r = tl.where(in_scores, values + (o_t + start * H) * V, states + o_state + channel * V)
+        b_l = tl.load(
+            p_l + o_c * tl.where(in_scores, H * C, H * K) + o_i[None, :],
+            mask=(o_c < count) & (in_scores | (o_i < K - channel))[None, :],
             other=0.0,
-        )
-        t_r = tl.load(
-            right + inner[:, None] * tl.where(within, H * V, V) + columns,
-            mask=(inner < tl.where(within, count - start, K - channel))[:, None] & (columns < V),
+        )  # [C, BK]
+        b_r = tl.load(
+            p_r + o_i[:, None] * tl.where(in_scores, H * V, V) + o_v,
+            mask=(o_i < tl.where(in_scores, count - start, K - channel))[:, None] & (o_v < V),
             other=0.0,
-        )
-        total = tl.dot(t_l, t_r, total, input_precision=PRECISION)
-    p_o, in_o = tile(result, first, count, head, v_start, H, V, C, BV)
-    tl.store(p_o, total.to(result.dtype.element_ty), mask=in_o)
-
-
-def shape_arguments(q: Tensor, layout: Layout) -> dict[str, Any]:
-    """What all kernels are specialised to."""
-    _, _, heads, key = q.shape
-    return {"H": heads, "K": key, "C": layout.chunk, "PACKED": layout.packed, "PRECISION": dot_precision(q.dtype)}
+        )  # [BK, BV]
+        b_o = tl.dot(b_l, b_r, b_o, input_precision=PRECISION)
+    p_o, m_o = tile(out, first, count, head, v_start, H, V, C, BV)
+    tl.store(p_o, b_o.to(out.dtype.element_ty), mask=m_o)
 
 
 def state_blocks(tiles: dict[str, int], keys: Tensor, values: Tensor) -> int:
@@ -200,97 +201,95 @@ def state_blocks(tiles: dict[str, int], keys: Tensor, values: Tensor) -> int:
     return heads * cdiv(keys.shape[3], tiles["BK"]) * cdiv(value, tiles["BV"])
 
 
-def spread(kernel: str, keys: Tensor, values: Tensor, layout: Layout, narrowest: int = 64) -> tuple[dict[str, int], int]:
+def scan_tiles(kernel: str, keys: Tensor, values: Tensor, layout: Layout, narrowest: int = 64) -> tuple[dict[str, int], int]:
     """A scan's tiles, and into how many segments it cuts each sequence, to give each processor a block.
 
     Segments do some of the work twice, so blocks of half the width come first, where there are enough of those and they are not too narrow;
     they have no more warps than give each thread 32 numbers of the state.
     """
-    tiles, there = tile_arguments(kernel, keys, keys.shape[3], values.shape[3]), processors(values.device)
+    tiles, available = tile_arguments(kernel, keys, keys.shape[3], values.shape[3]), processors(values.device)
     blocks, half = state_blocks(tiles, keys, values), tiles["BV"] // 2
-    if 3 * blocks * layout.sequences < 2 * there <= 6 * blocks * layout.sequences and half >= narrowest and values.element_size() < 4:
+    enough = 3 * blocks * layout.sequences < 2 * available <= 6 * blocks * layout.sequences
+    if enough and half >= narrowest and values.element_size() < 4:
         return tiles | {"BV": half, "num_warps": max(4, min(tiles["num_warps"], tiles["BK"] * half // 1024))}, 1
-    return tiles, layout.segments(blocks, there)
+    return tiles, layout.segments(blocks, available)
 
 
-def begins_shape(keys: Tensor, values: Tensor, layout: Layout, segments: int | None = None) -> tuple[int, ...]:
+def boundaries_shape(keys: Tensor, values: Tensor, layout: Layout, segments: int | None = None) -> tuple[int, ...]:
     """What each segment of each sequence begins with, [sequences * segments, H, K, V]; empty where sequences stay whole."""
     if segments is None:
-        _, segments = spread("read_scan" if reads_in_scan(keys) else "scan", keys, values, layout)
+        _, segments = scan_tiles("read_scan" if reads_in_scan(keys) else "scan", keys, values, layout)
     return (layout.sequences * segments, values.shape[2], keys.shape[3], values.shape[3]) if segments > 1 else (0,)
 
 
 class Scanned(NamedTuple):
-    """What a scan gives; states and result are None where they were not asked for."""
+    """What a scan gives; states and out are None where they were not asked for."""
 
     states: Tensor
-    """2^half times the state each chunk begins with (ends with, if reversed) [chunks, H, K, V], in the values' dtype."""
-    result: Tensor
+    """2^h times the state each chunk begins with (ends with, if reversed) [chunks, H, K, V], in the values' dtype."""
+    out: Tensor
     """What was read out, as the values lie."""
     final: Tensor
-    """The last state, in float32; of use only if no `begins` were given."""
-    begins: Tensor
+    """The last state, in float32; of use only if no `boundaries` were given."""
+    boundaries: Tensor
 
 
 def scan(
-    keys: Tensor, values: Tensor, whole: Tensor, mild: Tensor | None, initial: Tensor | None, layout: Layout, *, reverse: bool = False,
-    begins: Tensor | None = None, store: bool = True, readers: Tensor | None = None, scores: Tensor | None = None,
+    keys: Tensor, values: Tensor, chunk_decay: Tensor, factored: Tensor | None, initial: Tensor | None, layout: Layout, *,
+    reverse: bool = False, boundaries: Tensor | None = None, store: bool = True, readers: Tensor | None = None,
+    scores: Tensor | None = None,
 ) -> Scanned:  # fmt: skip
-    """Stores all states, or reads out with `readers` and `scores`, or both.
-
-    Sequences too few to keep the GPU busy are cut into segments, which run at the same time: once from nothing, to know what each ends
-    with, and again from what the segments before it hand on, `begins`.
-    """
-    (_, _, heads, value), key, runs, read = values.shape, keys.shape[3], layout.sequences, readers is not None
-    known, final = begins is not None, values.new_empty((runs, heads, key, value), dtype=torch.float32)
-    tiles, segments = spread("read_scan" if read else "scan", keys, values, layout)
-    if begins is None:
-        begins = final.new_empty(begins_shape(keys, values, layout, segments))
-    segments = len(begins) // runs or 1
+    """Stores all states, or reads out with `readers` and `scores`, or both; `boundaries`, if they are known, is what segments begin
+    with."""
+    (_, _, heads, value), key, sequences, read = values.shape, keys.shape[3], layout.sequences, readers is not None
+    known, final = boundaries is not None, values.new_empty((sequences, heads, key, value), dtype=torch.float32)
+    tiles, segments = scan_tiles("read_scan" if read else "scan", keys, values, layout)
+    if boundaries is None:
+        boundaries = final.new_empty(boundaries_shape(keys, values, layout, segments))
+    segments = len(boundaries) // sequences or 1
     states = values.new_empty((layout.chunks, heads, key, value)) if store else None
-    result = torch.empty_like(values) if read else None
-    shape = shape_arguments(keys, layout) | {"V": value, "CHANNEL": whole.ndim == 3, "REVERSE": reverse}
+    out = torch.empty_like(values) if read else None
+    shape = shape_arguments(keys, layout) | {"V": value, "REVERSE": reverse}
+    span = layout.table, layout.starts, segments, layout.length
 
-    def run(begin: Tensor | None, end: Tensor, decays: Tensor, tiles: dict[str, int], *, store: bool, read: bool, last: bool) -> None:
-        launch(
-            scan_kernel, (runs * segments * state_blocks(tiles, keys, values),),
-            (keys, values, readers, scores, whole, mild, begin, states, result, end, decays, layout.table, layout.starts, segments,
-             layout.length),
-            {**shape, **tiles, "HAS_INITIAL": begin is not None, "STORE": store, "READ": read, "LAST": last},
-        )  # fmt: skip
+    def run(begin: Tensor | None, outputs: tuple[Tensor | None, ...], tiles: dict[str, int]) -> None:
+        grid = (sequences * segments * state_blocks(tiles, keys, values),)
+        given = (keys, values, readers, scores, chunk_decay, factored, begin)
+        launch(scan_kernel, grid, (*given, *outputs, *span), shape | tiles)
 
     if segments > 1 and not known:
-        decays = final.new_empty(runs * segments, heads, *whole.shape[2:])
-        run(None, begins, decays, spread("scan", keys, values, layout)[0], store=False, read=False, last=True)
-        few = {name: shape[name] for name in ("H", "K", "V", "CHANNEL", "REVERSE")} | {"BK": 16, "BV": 64}
+        decays = final.new_empty(sequences * segments, heads, *chunk_decay.shape[2:])
+        run(None, (None, None, boundaries, decays), scan_tiles("scan", keys, values, layout)[0])
+        few = {"H": heads, "K": key, "V": value, "REVERSE": reverse, "CHANNEL": factored is not None, "BK": 16, "BV": 64}
         launch(
-            carry_kernel, (runs * heads * cdiv(key, 16) * cdiv(value, 64),), (begins, decays, initial, final, segments),
-            few | {"HAS_INITIAL": initial is not None},
+            carry_kernel, (sequences * heads * cdiv(key, 16) * cdiv(value, 64),), (boundaries, decays, initial, final, segments), few
         )  # fmt: skip
-    uncut = segments == 1
-    run(initial if uncut else begins, final, final, tiles, store=store, read=read, last=uncut)
-    return Scanned(states, result, final, begins)  # type: ignore[arg-type]
+    if segments == 1:
+        run(initial, (states, out, final, None), tiles)
+    else:
+        run(boundaries, (states, out, None, None), tiles)
+    return Scanned(states, out, final, boundaries)  # type: ignore[arg-type]
 
 
 def combine(readers: Tensor, scores: Tensor, values: Tensor, states: Tensor | None, layout: Layout) -> Tensor:
     """scores values + readers states for every chunk."""
-    (_, _, heads, value), result = values.shape, torch.empty_like(values)
+    (_, _, heads, value), out = values.shape, torch.empty_like(values)
     tiles = tile_arguments("combine", readers, readers.shape[3], value)
     launch(
         combine_kernel, (cdiv(value, tiles["BV"]) * layout.chunks * heads,),
-        (readers, scores, values, values if states is None else states, result, layout.table, layout.length),
+        (readers, scores, values, values if states is None else states, out, layout.table, layout.length),
         {**shape_arguments(readers, layout), "V": value, "STATES": states is not None, **tiles, "BK": min(tiles["BK"], layout.chunk)},
     )  # fmt: skip
-    return result
+    return out
 
 
 def scan_and_read(
-    keys: Tensor, readers: Tensor, scores: Tensor, values: Tensor, whole: Tensor, mild: Tensor | None, initial: Tensor | None,
+    keys: Tensor, readers: Tensor, scores: Tensor, values: Tensor, chunk_decay: Tensor, factored: Tensor | None, initial: Tensor | None,
     layout: Layout, reverse: bool = False,
 ) -> Scanned:  # fmt: skip
     """A scan and what is read out of it, in one kernel where states are small enough. States are stored if `reverse`, else where needed."""
-    given = keys, values, whole, mild, initial, layout
+    given = keys, values, chunk_decay, factored, initial, layout
     if reads_in_scan(keys):
         return scan(*given, reverse=reverse, store=reverse, readers=readers, scores=scores)
     scanned = scan(*given, reverse=reverse)
-    return scanned._replace(result=combine(readers, scores, values, scanned.states, layout))
+    return scanned._replace(out=combine(readers, scores, values, scanned.states, layout))

@@ -10,8 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 from headmax.ops.checks import check_recurrence, check_shape
+from headmax.ops.kernels.common import add_both
 from headmax.ops.kernels.launch import launch
 from headmax.ops.kernels.tiles import cdiv, power_of_2, processors
+from headmax.ops.kernels.unit_length import inverse_length
 
 EPS = tl.constexpr(1e-6)
 """Of unit lengths, as `gated_delta_rule` has it."""
@@ -20,17 +22,7 @@ KINDS = {"linear_attention": "token", "gla": "channel", "gated_delta_rule": "del
 
 
 @triton.jit
-def add_both(a, b, c, d):
-    return a + c, b + d
-
-
-@triton.jit
-def unit_length(x):
-    return x * tl.rsqrt(tl.sum(x * x, 0) + EPS)
-
-
-@triton.jit
-def advance(state, q, k, v, decay, beta, read, write, DECAY: tl.constexpr):
+def advance(b_s, b_q, b_k, b_v, decay, beta, read, write, DECAY: tl.constexpr):
     """The state [K, V] after one token, and what it reads, o [V]; q and k [K], v [V], decay [K] per channel, else numbers.
 
     "none", "head", "token": S ← decay S + (write k)^T v ;  o = (read q) S.  "channel": the same with diag(decay).
@@ -39,18 +31,18 @@ def advance(state, q, k, v, decay, beta, read, write, DECAY: tl.constexpr):
     """
     if DECAY == "delta" or DECAY == "channel delta":
         if DECAY == "delta":
-            state *= decay
+            b_s *= decay
         else:
-            state *= decay[:, None]
-        kept, seen = tl.reduce((k[:, None] * state, q[:, None] * state), 0, add_both)
-        u = beta * (write * v - kept)
-        return state + k[:, None] * u[None, :], read * (seen + tl.sum(q * k, 0) * u)
+            b_s *= decay[:, None]
+        b_ks, b_qs = tl.reduce((b_k[:, None] * b_s, b_q[:, None] * b_s), 0, add_both)
+        b_u = beta * (write * b_v - b_ks)
+        return b_s + b_k[:, None] * b_u[None, :], read * (b_qs + tl.sum(b_q * b_k, 0) * b_u)
     else:
         if DECAY == "channel":
-            state = decay[:, None] * state + (write * k)[:, None] * v[None, :]
+            b_s = decay[:, None] * b_s + (write * b_k)[:, None] * b_v[None, :]
         else:
-            state = decay * state + (write * k)[:, None] * v[None, :]
-        return state, read * tl.sum(q[:, None] * state, 0)
+            b_s = decay * b_s + (write * b_k)[:, None] * b_v[None, :]
+        return b_s, read * tl.sum(b_q[:, None] * b_s, 0)
 
 
 @triton.jit
@@ -59,36 +51,39 @@ def step_kernel(
     H: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, UNIT_LENGTH: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """BV value channels of one head of one sequence, token after token."""
+    """BV value channels of one head of one sequence, token after token: out [B,T,H,V], and state [B,H,K,V] in place.
+
+    In: q, k [B,T,KEY_HEADS,K], v [B,T,H,V], log_decay, beta and gates as the ops take them, or None.
+    """
     head, sequence = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    channel, column = tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV)
-    inside, there, key_head = channel < K, column < V, head // (H // KEY_HEADS)
-    tile = state + ((sequence * H + head) * K + channel[:, None]) * V + column[None, :]
-    memory = tl.load(tile, mask=inside[:, None] & there[None, :], other=0.0).to(tl.float32)  # [BK, BV]
+    o_k, o_v = tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV)
+    m_k, m_v, key_head = o_k < K, o_v < V, head // (H // KEY_HEADS)
+    p_s = state + ((sequence * H + head) * K + o_k[:, None]) * V + o_v[None, :]
+    b_s = tl.load(p_s, mask=m_k[:, None] & m_v[None, :], other=0.0).to(tl.float32)  # [BK, BV]
     for t in range(T):
         token = sequence * T + t
-        row, key_row = token * H + head, (token * KEY_HEADS + key_head) * K + channel
-        t_q = tl.load(q + key_row, mask=inside, other=0.0).to(tl.float32)  # [BK]
-        t_k = tl.load(k + key_row, mask=inside, other=0.0).to(tl.float32)  # [BK]
-        t_v = tl.load(v + row * V + column, mask=there, other=0.0).to(tl.float32)  # [BV]
-        read, write, decay, strength = scale, 1.0, 1.0, 1.0
+        o_h, o_q = token * H + head, (token * KEY_HEADS + key_head) * K + o_k
+        b_q = tl.load(q + o_q, mask=m_k, other=0.0).to(tl.float32)  # [BK]
+        b_k = tl.load(k + o_q, mask=m_k, other=0.0).to(tl.float32)  # [BK]
+        b_v = tl.load(v + o_h * V + o_v, mask=m_v, other=0.0).to(tl.float32)  # [BV]
+        read, write, decay, beta_t = scale, 1.0, 1.0, 1.0
         if UNIT_LENGTH:
-            t_q, t_k = unit_length(t_q), unit_length(t_k)
+            b_q, b_k = b_q * inverse_length(b_q, EPS), b_k * inverse_length(b_k, EPS)
         if read_gate is not None:
-            read *= tl.load(read_gate + row).to(tl.float32)
+            read *= tl.load(read_gate + o_h).to(tl.float32)
         if write_gate is not None:
-            write = tl.load(write_gate + row).to(tl.float32)
+            write = tl.load(write_gate + o_h).to(tl.float32)
         if DECAY == "head":
             decay = tl.exp(tl.load(log_decay + head).to(tl.float32))
         elif DECAY == "channel" or DECAY == "channel delta":
-            decay = tl.exp(tl.load(log_decay + row * K + channel, mask=inside, other=0.0).to(tl.float32))
+            decay = tl.exp(tl.load(log_decay + o_h * K + o_k, mask=m_k, other=0.0).to(tl.float32))  # [BK]
         elif DECAY != "none":
-            decay = tl.exp(tl.load(log_decay + row).to(tl.float32))
+            decay = tl.exp(tl.load(log_decay + o_h).to(tl.float32))
         if beta is not None:
-            strength = tl.load(beta + row).to(tl.float32)
-        memory, o = advance(memory, t_q, t_k, t_v, decay, strength, read, write, DECAY)
-        tl.store(out + row * V + column, o.to(out.dtype.element_ty), mask=there)
-    tl.store(tile, memory.to(state.dtype.element_ty), mask=inside[:, None] & there[None, :])
+            beta_t = tl.load(beta + o_h).to(tl.float32)
+        b_s, b_o = advance(b_s, b_q, b_k, b_v, decay, beta_t, read, write, DECAY)
+        tl.store(out + o_h * V + o_v, b_o.to(out.dtype.element_ty), mask=m_v)
+    tl.store(p_s, b_s.to(state.dtype.element_ty), mask=m_k[:, None] & m_v[None, :])
 
 
 def value_tile(states: int, value: int, device: torch.device) -> tuple[int, int]:

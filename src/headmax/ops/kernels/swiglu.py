@@ -21,35 +21,36 @@ ROWS, COLUMNS = 4, 256
 
 
 @triton.jit
-def place(tokens, WIDTH: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    """Offsets of this program's tile in [tokens, WIDTH] and in the first half of [tokens, 2 WIDTH], and its mask."""
+def program_tile(tokens, WIDTH: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+    """Offsets of this program's tile in [tokens, WIDTH] and in the first half of [tokens, 2 WIDTH], and its mask [BR, BC]."""
     blocks: tl.constexpr = (WIDTH + BC - 1) // BC
-    rows, columns = tl.program_id(0) // blocks * BR + tl.arange(0, BR), tl.program_id(0) % blocks * BC + tl.arange(0, BC)[None, :]
-    at = rows.to(tl.int64)[:, None] * WIDTH
-    return at + columns, 2 * at + columns, (rows[:, None] < tokens) & (columns < WIDTH)
+    o_r, o_c = tl.program_id(0) // blocks * BR + tl.arange(0, BR), tl.program_id(0) % blocks * BC + tl.arange(0, BC)[None, :]
+    o_row = o_r.to(tl.int64)[:, None] * WIDTH
+    return o_row + o_c, 2 * o_row + o_c, (o_r[:, None] < tokens) & (o_c < WIDTH)
 
 
 @triton.jit
 def swiglu_kernel(joint, h, tokens, WIDTH: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    """h = silu(gate) x, gate and x being the halves of `joint`"""
-    at, left, inside = place(tokens, WIDTH, BR, BC)
-    gate = tl.load(joint + left, mask=inside, other=0.0).to(tl.float32)
-    x = tl.load(joint + left + WIDTH, mask=inside, other=0.0).to(tl.float32)
-    tl.store(h + at, (gate * sigmoid(gate) * x).to(h.dtype.element_ty), mask=inside)
+    """h = silu(gate) x [tokens, WIDTH], gate and x being the halves of `joint` [tokens, 2 WIDTH]."""
+    o_h, o_gate, m_h = program_tile(tokens, WIDTH, BR, BC)
+    b_gate = tl.load(joint + o_gate, mask=m_h, other=0.0).to(tl.float32)  # [BR, BC]
+    b_x = tl.load(joint + o_gate + WIDTH, mask=m_h, other=0.0).to(tl.float32)  # [BR, BC]
+    tl.store(h + o_h, (b_gate * sigmoid(b_gate) * b_x).to(h.dtype.element_ty), mask=m_h)
 
 
 @triton.jit
 def swiglu_gradients_kernel(joint, d_h, d_joint, h, tokens, WIDTH: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    """The gradient of `joint`, and h once more."""
-    at, left, inside = place(tokens, WIDTH, BR, BC)
-    gate = tl.load(joint + left, mask=inside, other=0.0).to(tl.float32)
-    x = tl.load(joint + left + WIDTH, mask=inside, other=0.0).to(tl.float32)
-    d = tl.load(d_h + at, mask=inside, other=0.0).to(tl.float32)
-    open_ = sigmoid(gate)
-    swish = gate * open_
-    tl.store(h + at, (swish * x).to(h.dtype.element_ty), mask=inside)
-    tl.store(d_joint + left, (d * x * open_ * (1.0 + gate * (1.0 - open_))).to(d_joint.dtype.element_ty), mask=inside)
-    tl.store(d_joint + left + WIDTH, (d * swish).to(d_joint.dtype.element_ty), mask=inside)
+    """d_joint [tokens, 2 WIDTH] from d_h [tokens, WIDTH], and h once more."""
+    o_h, o_gate, m_h = program_tile(tokens, WIDTH, BR, BC)
+    b_gate = tl.load(joint + o_gate, mask=m_h, other=0.0).to(tl.float32)  # [BR, BC]
+    b_x = tl.load(joint + o_gate + WIDTH, mask=m_h, other=0.0).to(tl.float32)  # [BR, BC]
+    b_d = tl.load(d_h + o_h, mask=m_h, other=0.0).to(tl.float32)  # [BR, BC]
+    b_open = sigmoid(b_gate)
+    b_swish = b_gate * b_open
+    tl.store(h + o_h, (b_swish * b_x).to(h.dtype.element_ty), mask=m_h)
+    b_d_gate = b_d * b_x * b_open * (1.0 + b_gate * (1.0 - b_open))
+    tl.store(d_joint + o_gate, b_d_gate.to(d_joint.dtype.element_ty), mask=m_h)
+    tl.store(d_joint + o_gate + WIDTH, (b_d * b_swish).to(d_joint.dtype.element_ty), mask=m_h)
 
 
 def _launch(kernel, h: Tensor, *tensors: Tensor) -> None:

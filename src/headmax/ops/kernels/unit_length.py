@@ -1,4 +1,4 @@
-"""Queries and keys scaled to unit length in Triton, within the delta rule's op."""
+"""Scaling to unit length in Triton: for other kernels, and, within the delta rule's op, of queries and keys."""
 
 from __future__ import annotations
 
@@ -15,26 +15,32 @@ ROWS = 32
 
 
 @triton.jit
-def unit_length_kernel(x, y, rows_in_all, eps, K: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr):
-    """y = x / sqrt(Σ x^2 + eps), row by row."""
-    rows, columns = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, BK)
-    inside = (rows[:, None] < rows_in_all) & (columns[None, :] < K)
-    t_x = tl.load(x + rows[:, None] * K + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-    length = tl.sqrt(tl.sum(t_x * t_x, 1) + eps)
-    tl.store(y + rows[:, None] * K + columns[None, :], (t_x / length[:, None]).to(y.dtype.element_ty), mask=inside)
+def inverse_length(b_x, eps):
+    """1 / sqrt(Σ x^2 + eps) of a vector, by the fast instruction; the kernels below take a root and divide."""
+    return tl.rsqrt(tl.sum(b_x * b_x, 0) + eps)
 
 
 @triton.jit
-def unit_length_gradient_kernel(x, d_y, d_x, rows_in_all, eps, K: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr):
-    """d_x = (d_y - y <y, d_y>) / sqrt(Σ x^2 + eps)"""
-    rows, columns = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, BK)
-    at, inside = rows[:, None] * K + columns[None, :], (rows[:, None] < rows_in_all) & (columns[None, :] < K)
-    t_x = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    t_d = tl.load(d_y + at, mask=inside, other=0.0).to(tl.float32)
-    scale = 1 / tl.sqrt(tl.sum(t_x * t_x, 1) + eps)
-    unit = t_x * scale[:, None]
-    gradient = (t_d - unit * tl.sum(unit * t_d, 1)[:, None]) * scale[:, None]
-    tl.store(d_x + at, gradient.to(d_x.dtype.element_ty), mask=inside)
+def unit_length_kernel(x, y, rows, eps, K: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr):
+    """y = x / sqrt(Σ x^2 + eps), row by row of [rows, K]."""
+    o_r, o_k = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, BK)
+    m_x = (o_r[:, None] < rows) & (o_k[None, :] < K)
+    b_x = tl.load(x + o_r[:, None] * K + o_k[None, :], mask=m_x, other=0.0).to(tl.float32)  # [BR, BK]
+    b_length = tl.sqrt(tl.sum(b_x * b_x, 1) + eps)
+    tl.store(y + o_r[:, None] * K + o_k[None, :], (b_x / b_length[:, None]).to(y.dtype.element_ty), mask=m_x)
+
+
+@triton.jit
+def unit_length_gradient_kernel(x, d_y, d_x, rows, eps, K: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr):
+    """d_x = (d_y - y <y, d_y>) / sqrt(Σ x^2 + eps), row by row of [rows, K]."""
+    o_r, o_k = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, BK)
+    o_x, m_x = o_r[:, None] * K + o_k[None, :], (o_r[:, None] < rows) & (o_k[None, :] < K)
+    b_x = tl.load(x + o_x, mask=m_x, other=0.0).to(tl.float32)  # [BR, BK]
+    b_dy = tl.load(d_y + o_x, mask=m_x, other=0.0).to(tl.float32)  # [BR, BK]
+    b_scale = 1 / tl.sqrt(tl.sum(b_x * b_x, 1) + eps)
+    b_y = b_x * b_scale[:, None]
+    b_dx = (b_dy - b_y * tl.sum(b_y * b_dy, 1)[:, None]) * b_scale[:, None]
+    tl.store(d_x + o_x, b_dx.to(d_x.dtype.element_ty), mask=m_x)
 
 
 def _launch(kernel, x: Tensor, *others: Tensor, eps: float) -> None:

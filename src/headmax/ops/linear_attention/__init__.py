@@ -20,7 +20,7 @@ register_recurrence(
     "linear_attention",
     reference.linear_attention,
     chunkwise.linear_attention,
-    triton="kernels.scalar:decayed_attention",
+    triton="kernels.decayed_attention:decayed_attention",
     fla="linear_attention.fla:linear_attention",
 )
 
