@@ -216,15 +216,17 @@ def convolve_next(b_y, taps, bias, past, o_n, o_d, m_n, rows, m_y, C: tl.constex
     """
     BIAS: tl.constexpr = 0 if bias is None else 1
     p_past = past + rows[:, None].to(tl.int64) * ((W - 1) * C) + o_d[None, :]
-    b_taps, biases, window = load_rows(taps, o_n * W, 1, m_n, W), load_rows(bias, o_n, 1, m_n, BIAS), ()
+    b_last = tl.load(taps + o_n * W + W - 1, mask=m_n, other=0.0).to(tl.float32)  # [outputs]
+    biases, b_taps, window = load_rows(bias, o_n, 1, m_n, BIAS), (), ()
     for i in tl.static_range(W - 1):
         b_x = tl.load(p_past + i * C, mask=m_y, other=0.0)  # [rows, outputs]
         window = append(window, b_x.to(tl.float32))
+        b_taps = append(b_taps, tl.load(taps + o_n * W + i, mask=m_n, other=0.0).to(tl.float32))  # [outputs]
         tl.debug_barrier()  # every thread has read a slot before one writes it
         if i > 0:
             tl.store(p_past + (i - 1) * C, b_x, mask=m_y)
     tl.store(p_past + (W - 2) * C, b_y.to(past.dtype.element_ty), mask=m_y)
-    b_z = convolve(append(window, b_y), b_taps, biases, 0, W, BIAS, False)
+    b_z = convolve(append(window, b_y), append(b_taps, b_last), biases, 0, W, BIAS, False)
     return b_z * tl.sigmoid(b_z)
 
 
