@@ -177,17 +177,17 @@ def add_exact_score_gradients(
     """
     power, m_pairs, b_reads, b_writes, b_sq, b_sk = diagonal_blocks(q, k, b_read, b_write, sums, first, count, head, k_start, H, K, C, BK)
     b_ds = b_ds.to(b_sq.dtype)
-    b_met = tl.where(m_pairs, b_ds, 0.0)
-    b_dx = tl.dot(b_met, b_sk, input_precision=PRECISION)
+    b_pairs = tl.where(m_pairs, b_ds, 0.0)
+    b_dx = tl.dot(b_pairs, b_sk, input_precision=PRECISION)
     b_dg += b_dx * b_sq.to(tl.float32)
     b_dq += b_dx * b_reads
-    b_dx = tl.dot(tl.trans(b_met), b_sq, input_precision=PRECISION)
+    b_dx = tl.dot(tl.trans(b_pairs), b_sq, input_precision=PRECISION)
     b_dg -= b_dx * b_sk.to(tl.float32)
     b_dk += b_dx * b_writes
     for larger in tl.range(power, SIZES, num_stages=1, disable_licm=True):
         m_right, m_pairs, b_decay, b_x = halves(q, k, b_read, b_write, larger, sums, first, count, head, k_start, H, K, C, BK)
-        b_met = tl.where(m_pairs, b_ds, 0.0)
-        b_dx = tl.dot(b_met + tl.trans(b_met), b_x, input_precision=PRECISION)
+        b_pairs = tl.where(m_pairs, b_ds, 0.0)
+        b_dx = tl.dot(b_pairs + tl.trans(b_pairs), b_x, input_precision=PRECISION)
         b_dg += tl.where(m_right, b_dx, -b_dx) * b_x.to(tl.float32)
         b_dx *= b_decay
         b_dq += tl.where(m_right, b_dx, 0.0)

@@ -99,7 +99,8 @@ def delta_write_gradients_kernel(
 ):  # fmt: skip
     """From dU [B,T,H,V] back through u = wy_v - wy_k S: adds to d_k [B,T,H,K] and d_decay [B,T,H], gives d_v, d_beta, d_write.
 
-    The inverse meets wide tiles in their own dtype. Where terms cancel, in d_beta, it stays float32: v dU^T, `b_met`, is summed with it.
+    The inverse meets wide tiles in their own dtype. Where terms cancel, in d_beta, it stays float32: v dU^T, `b_products`, is summed with
+    it.
     """
     chunk, head = tl.program_id(0), tl.program_id(1)
     first, count = chunk_span(chunk, table, T, C)
@@ -111,19 +112,19 @@ def delta_write_gradients_kernel(
     p_i, m_i = tile(inverse, first, count, head, 0, H, C, C, C)
     b_i = tl.load(p_i, mask=m_i, other=0.0)  # [C, C]
     b_back = tl.trans(b_i.to(k.dtype.element_ty))
-    b_met = tl.zeros([C, C], tl.float32)
+    b_products = tl.zeros([C, C], tl.float32)
     for v_start in range(0, V, BV):
         p_v, m_v = tile(v, first, count, head, v_start, H, V, C, BV)
         p_u, m_u = tile(d_u, first, count, head, v_start, H, V, C, BV)
         b_v, b_u = tl.load(p_v, mask=m_v, other=0.0), tl.load(p_u, mask=m_u, other=0.0)  # [C, BV]
-        b_met += tl.dot(b_v, tl.trans(b_u), input_precision=PRECISION)
+        b_products += tl.dot(b_v, tl.trans(b_u), input_precision=PRECISION)
         p_dv, m_dv = tile(d_v, first, count, head, v_start, H, V, C, BV)
         b_dv = tl.dot(b_back, b_u, input_precision=PRECISION) * (b_beta * b_write)[:, None]
         tl.store(p_dv, b_dv.to(d_v.dtype.element_ty), mask=m_dv)
-    b_row = tl.sum(b_met * tl.trans(b_i), 1)
+    b_row = tl.sum(b_products * tl.trans(b_i), 1)
     b_d_beta, b_d_write = b_row * b_write, b_row * b_beta
-    b_di = b_met * (b_beta * b_write)[:, None]
-    b_met = tl.zeros([C, C], tl.float32)
+    b_di = b_products * (b_beta * b_write)[:, None]
+    b_products = tl.zeros([C, C], tl.float32)
     for k_start in range(0, K, BK):
         b_us = tl.zeros([C, BK], tl.float32)  # dU S^T = -d wy_k
         for v_start in range(0, V, BV):
@@ -134,14 +135,14 @@ def delta_write_gradients_kernel(
         p_k, m_k = tile(k, first, count, head, k_start, H, K, C, BK)
         p_dk, m_dk = tile(d_k, first, count, head, k_start, H, K, C, BK)
         b_rounded = (-b_us).to(k.dtype.element_ty)
-        b_met += tl.dot(tl.load(p_k, mask=m_k, other=0.0), tl.trans(b_rounded), input_precision=PRECISION)  # [C, BK]
+        b_products += tl.dot(tl.load(p_k, mask=m_k, other=0.0), tl.trans(b_rounded), input_precision=PRECISION)  # [C, BK]
         b_dk = tl.dot(b_back, b_rounded, input_precision=PRECISION) * (b_beta * b_from_start)[:, None]
         b_earlier = tl.load(p_dk, mask=m_dk, other=0.0).to(tl.float32)  # [C, BK]
         tl.store(p_dk, (b_earlier + b_dk).to(d_k.dtype.element_ty), mask=m_dk)
-    b_row = tl.sum(b_met * tl.trans(b_i), 1) * b_from_start
+    b_row = tl.sum(b_products * tl.trans(b_i), 1) * b_from_start
     b_d_beta += b_row
     b_dg = b_row * b_beta
-    b_di += b_met * (b_beta * b_from_start)[:, None]
+    b_di += b_products * (b_beta * b_from_start)[:, None]
     # d(I + L)^-1 = -(I + L)^-1 dL (I + L)^-1, all of it transposed
     b_dl = -tl.trans(tl.dot(tl.dot(b_i, b_di, input_precision=PRECISION), b_i, input_precision=PRECISION))
     b_kk = key_products(k, first, count, head, H, K, C, BK, PRECISION)
@@ -149,8 +150,8 @@ def delta_write_gradients_kernel(
     b_dl = tl.where(o_c[:, None] > o_c[None, :], b_dl, 0.0)
     b_d_beta += tl.sum(b_dl * b_kk, 1)
     b_dl *= b_beta[:, None]
-    b_moved = b_dl * b_kk
-    b_dg += tl.sum(b_moved, 1) - tl.sum(b_moved, 0)
+    b_terms = b_dl * b_kk
+    b_dg += tl.sum(b_terms, 1) - tl.sum(b_terms, 0)
     b_both = (b_dl + tl.trans(b_dl)).to(k.dtype.element_ty)
     for k_start in range(0, K, BK):
         p_k, m_k = tile(k, first, count, head, k_start, H, K, C, BK)

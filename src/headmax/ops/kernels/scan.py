@@ -48,8 +48,8 @@ def load_decay(decays, index, m_index, k_start, K: tl.constexpr, BK: tl.constexp
 @triton.jit
 def load_half_decay(chunk_decay, factored, index, m_index, k_start, K: tl.constexpr, BK: tl.constexpr):
     """h of a chunk [BK], and whether it is factored, so that 2 h is all its decay."""
-    whole = tl.load(factored + index, mask=m_index, other=1) != 0
-    return tl.where(whole, 0.5 * load_decay(chunk_decay, index, m_index, k_start, K, BK, True), 0.0), whole
+    is_factored = tl.load(factored + index, mask=m_index, other=1) != 0
+    return tl.where(is_factored, 0.5 * load_decay(chunk_decay, index, m_index, k_start, K, BK, True), 0.0), is_factored
 
 
 @triton.jit
@@ -83,7 +83,7 @@ def scan_kernel(
         b_s += tl.load(p_i, mask=m_i, other=0.0).to(tl.float32)  # [BK, BV]
     o_chunk = (first_chunk + scan_index(0, chunks, REVERSE)).to(tl.int64) * H + head
     if CHANNEL:
-        half, whole = load_half_decay(chunk_decay, factored, o_chunk, chunks > 0, k_start, K, BK)
+        half, is_factored = load_half_decay(chunk_decay, factored, o_chunk, chunks > 0, k_start, K, BK)
         b_s, total = decayed(b_s, half, CHANNEL), tl.zeros([BK], tl.float32)
     else:
         decay, total = load_decay(chunk_decay, o_chunk, chunks > 0, k_start, K, BK, CHANNEL), 0.0
@@ -99,7 +99,7 @@ def scan_kernel(
         p_v, m_v = tile(values, token, count, head, v_start, H, V, C, BV)
         b_k, b_v = tl.load(p_k, mask=m_k, other=0.0), tl.load(p_v, mask=m_v, other=0.0)  # [C, BK], [C, BV]
         if CHANNEL:
-            next_half, next_whole = load_half_decay(chunk_decay, factored, o_next, i + 1 < chunks, k_start, K, BK)
+            next_half, next_is_factored = load_half_decay(chunk_decay, factored, o_next, i + 1 < chunks, k_start, K, BK)
         else:
             next_decay = load_decay(chunk_decay, o_next, i + 1 < chunks, k_start, K, BK, CHANNEL)
         if states is not None:
@@ -114,13 +114,13 @@ def scan_kernel(
             p_o, m_o = tile(out, token, count, head, v_start, H, V, C, BV)
             tl.store(p_o, b_o.to(out.dtype.element_ty), mask=m_o)
         if CHANNEL:
-            if not whole:
+            if not is_factored:
                 exact = load_decay(chunk_decay, index, True, k_start, K, BK, CHANNEL)
                 b_s, total = decayed(b_s, exact, CHANNEL), total + exact
             b_s = tl.dot(tl.trans(b_k), b_v, b_s, input_precision=PRECISION)
             total += 2 * half
             b_s = decayed(decayed(b_s, half, CHANNEL), next_half, CHANNEL)  # both at once may be no number of float32
-            half, whole = next_half, next_whole
+            half, is_factored = next_half, next_is_factored
         else:
             b_s = tl.dot(tl.trans(b_k), b_v, decayed(b_s, decay, CHANNEL), input_precision=PRECISION)
             total += decay
