@@ -8,25 +8,28 @@ gradients of queries and keys.
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from headmax.ops.kernels.channel import Reader, prepare_channel, query_key_gradients_channel
 from headmax.ops.kernels.common import Layout, contiguous
-from headmax.ops.kernels.scalar import chunk_tokens, prepare, query_key_gradients
+from headmax.ops.kernels.scalar import prepare, query_key_gradients
 from headmax.ops.kernels.scan import boundaries_shape, scan, scan_and_read
+from headmax.ops.kernels.tiles import chunk_length
 from headmax.ops.library import define_op
 from headmax.ops.packing import CHUNK, Packing
 from headmax.ops.sequential import per_key_head, per_value_head
 
 
-def per_channel(log_decay: Tensor | None) -> bool:
+def per_channel(log_decay: Tensor | None) -> TypeGuard[Tensor]:
     return log_decay is not None and log_decay.ndim == 4
 
 
 def tokens_of_chunk(q: Tensor, log_decay: Tensor | None) -> int:
-    return CHUNK if per_channel(log_decay) else chunk_tokens(q)
+    return CHUNK if per_channel(log_decay) else chunk_length(q, q.shape[3])
 
 
 def forward(
@@ -40,8 +43,8 @@ def forward(
         prepared = prepare_channel([Reader(q, read_gate, scale, q.dtype)], k, log_decay, write_gate, layout)[0]
     else:
         prepared = prepare(q, k, log_decay, read_gate, write_gate, scale, layout)
-    scaled_q, scaled_k, scores, *decays, _ = prepared
-    scanned = scan_and_read(scaled_k, scaled_q, scores, v, *decays, initial, layout)
+    scaled_q, scaled_k, scores, decay, factored, _ = prepared
+    scanned = scan_and_read(scaled_k, scaled_q, scores, v, decay, factored, initial, layout)
     return scanned.out, scanned.final, scanned.boundaries
 
 
@@ -64,14 +67,14 @@ def backward(
         prepared = prepare_channel([Reader(q, read_gate, scale, q.dtype)], k, log_decay, write_gate, layout, backward=True)[0]
     else:
         prepared = prepare(q, k, log_decay, read_gate, write_gate, scale, layout, backward=True)
-    scaled_q, scaled_k, scores, *decays, _ = prepared
-    states = scan(scaled_k, v, *decays, initial, layout, boundaries=boundaries).states
-    back = scan_and_read(scaled_q, scaled_k, scores, d_o, *decays, d_final, layout, reverse=True)
-    inputs, known = (q, k, v, d_o, log_decay, read_gate, write_gate, scale), (states, back.states, layout, decay_gradient)
+    scaled_q, scaled_k, scores, decay, factored, _ = prepared
+    states = scan(scaled_k, v, decay, factored, initial, layout, boundaries=boundaries).states
+    back = scan_and_read(scaled_q, scaled_k, scores, d_o, decay, factored, d_final, layout, reverse=True)
+    gates, known = (read_gate, write_gate, scale), (states, back.states, layout, decay_gradient)
     if per_channel(log_decay):
-        d_q, d_k, d_decay, d_gates = query_key_gradients_channel(*inputs, prepared, *known)
+        d_q, d_k, d_decay, d_gates = query_key_gradients_channel(q, k, v, d_o, log_decay, *gates, prepared, *known)
     else:
-        d_q, d_k, d_decay, d_gates = query_key_gradients(*inputs, *known)
+        d_q, d_k, d_decay, d_gates = query_key_gradients(q, k, v, d_o, log_decay, *gates, *known)
     return [per_key_head(d_q, given_q), per_key_head(d_k, given_k), back.out, d_decay, d_gates, back.final]
 
 

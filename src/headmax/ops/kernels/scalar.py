@@ -32,7 +32,7 @@ from headmax.ops.kernels.common import (
 )
 from headmax.ops.kernels.gradients import score_gradients, state_gradients
 from headmax.ops.kernels.launch import launch
-from headmax.ops.kernels.tiles import chunk_length, tile_arguments
+from headmax.ops.kernels.tiles import tile_arguments
 from headmax.ops.packing import CHUNK
 
 SHORT = tl.constexpr(CHUNK)
@@ -156,10 +156,6 @@ def query_key_gradients_kernel(
 
 def decay_kind(log_decay: Tensor | None) -> str:
     return "none" if log_decay is None else {1: "head", 3: "token"}[log_decay.ndim]
-
-
-def chunk_tokens(q: Tensor) -> int:
-    return chunk_length(q, q.shape[3])
 
 
 def prepare(
