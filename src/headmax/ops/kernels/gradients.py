@@ -38,10 +38,11 @@ def state_gradients(
         p_v, m_v = tile(v, first, count, head, v_start, H, V, C, BV)
         p_o, m_o = tile(d_o, first, count, head, v_start, H, V, C, BV)
         p_s, m_s = state_tile(states, index, k_start, v_start, K, V, BK, BV)
+        if d_states is not None:
+            p_d, m_d = state_tile(d_states, index, k_start, v_start, K, V, BK, BV)
         b_v, b_o = tl.load(p_v, mask=m_v, other=0.0), tl.load(p_o, mask=m_o, other=0.0)  # [C, BV]
         b_s = tl.load(p_s, mask=m_s, other=0.0)  # [BK, BV]
         if d_states is not None:
-            p_d, m_d = state_tile(d_states, index, k_start, v_start, K, V, BK, BV)
             b_d = tl.load(p_d, mask=m_d, other=0.0)  # [BK, BV]
         b_dq += tl.dot(b_o, tl.trans(b_s), input_precision=PRECISION)
         if d_states is not None:
