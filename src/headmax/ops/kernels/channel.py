@@ -147,8 +147,8 @@ def halves(
     p_q, m_q = tile(q, first, count, head, k_start, H, K, C, BK)
     p_k, m_k = tile(k, first, count, head, k_start, H, K, C, BK)
     b_x = tl.load(tl.where(m_right, p_q, p_k), mask=m_q, other=0.0)  # [C, BK]
-    b_scaled = (b_x.to(tl.float32) * (tl.where(m_right, b_read, b_write) * b_decay)).to(b_x.dtype)
-    return m_right, m_right & (half == other_half + 1), b_decay, b_scaled
+    m_pairs = m_right & (half == other_half + 1)
+    return m_right, m_pairs, b_decay, (b_x.to(tl.float32) * (tl.where(m_right, b_read, b_write) * b_decay)).to(b_x.dtype)
 
 
 @triton.jit
@@ -314,6 +314,7 @@ def query_key_gradients_channel_kernel(
     chunk, head = tl.program_id(0) // H, tl.program_id(0) % H
     first, count = chunk_span(chunk, table, T, C)
     index, o_c = chunk.to(tl.int64) * H + head, tl.arange(0, C)
+    o_t, m_t = (first + o_c) * H + head, o_c < count
     b_read = load_chunk_gate(read_gate, first, count, head, H, C)[:, None]  # [C, 1]
     b_write = load_chunk_gate(write_gate, first, count, head, H, C)[:, None]  # [C, 1]
     if tl.load(factored + index) == 0:  # looked up while gates are on their way
@@ -323,11 +324,11 @@ def query_key_gradients_channel_kernel(
     b_ds = b_ds.to(scaled_q.dtype.element_ty)
     b_d_read, b_d_write = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
     for k_start in tl.range(0, K, BK, num_stages=1, disable_licm=True):  # pointers made early would take up registers
-        p_sq, m_sq = tile(scaled_q, first, count, head, k_start, H, K, C, BK)
-        p_sk, m_sk = tile(scaled_k, first, count, head, k_start, H, K, C, BK)
         b_dq, b_dk, b_product = state_gradients(
             v, d_o, states, d_states, first, count, head, index, k_start, H, K, V, C, BK, BV, d_decay is not None, PRECISION
         )
+        p_sq, m_sq = tile(scaled_q, first, count, head, k_start, H, K, C, BK)
+        p_sk, m_sk = tile(scaled_k, first, count, head, k_start, H, K, C, BK)
         b_sq, b_sk = tl.load(p_sq, mask=m_sq, other=0.0), tl.load(p_sk, mask=m_sk, other=0.0)  # [C, BK]
         b_every = tl.sum(b_dk * b_sk.to(tl.float32), 0)  # [BK], what every step of the decay gets
         b_dq += tl.dot(b_ds, b_sk, input_precision=PRECISION)
@@ -348,7 +349,6 @@ def query_key_gradients_channel_kernel(
         tl.store(p_dk, (b_dk * b_write).to(d_k.dtype.element_ty), mask=m_dk)
     b_d_read *= scale / tl.sum(b_read, 1)
     b_d_write /= tl.sum(b_write, 1)
-    o_t, m_t = (first + o_c) * H + head, o_c < count
     if read_gate is not None:
         tl.store(d_read + o_t, b_d_read, mask=m_t)
     if write_gate is not None:
@@ -366,6 +366,7 @@ def query_key_gradients_channel_exact_kernel(
     chunk, head = tl.program_id(0) // H, tl.program_id(0) % H
     first, count = chunk_span(chunk, table, T, C)
     index, o_c = chunk.to(tl.int64) * H + head, tl.arange(0, C)
+    o_t, m_t = (first + o_c) * H + head, o_c < count
     if tl.load(factored + index) != 0:
         return
     b_read = load_chunk_gate(read_gate, first, count, head, H, C)[:, None]  # [C, 1]
@@ -373,11 +374,13 @@ def query_key_gradients_channel_exact_kernel(
     b_ds = mask_score_gradients(score_gradients(v, d_o, first, count, head, H, V, C, BV, PRECISION), count, C, d_states is None)
     b_d_read, b_d_write = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
     for k_start in tl.range(0, K, BK, num_stages=1, disable_licm=True):  # pointers made early would take up registers
-        p_sq, m_sq = tile(scaled_q, first, count, head, k_start, H, K, C, BK)
-        p_sk, m_sk = tile(scaled_k, first, count, head, k_start, H, K, C, BK)
+        p_q, m_q = tile(q, first, count, head, k_start, H, K, C, BK)
+        p_k, m_k = tile(k, first, count, head, k_start, H, K, C, BK)
         b_dq, b_dk, b_product = state_gradients(
             v, d_o, states, d_states, first, count, head, index, k_start, H, K, V, C, BK, BV, d_decay is not None, PRECISION
         )
+        p_sq, m_sq = tile(scaled_q, first, count, head, k_start, H, K, C, BK)
+        p_sk, m_sk = tile(scaled_k, first, count, head, k_start, H, K, C, BK)
         b_sq, b_sk = tl.load(p_sq, mask=m_sq, other=0.0), tl.load(p_sk, mask=m_sk, other=0.0)  # [C, BK]
         b_every = tl.sum(b_dk * b_sk.to(tl.float32), 0)  # [BK], what every step of the decay gets
         b_every += tl.sum(b_product, 1) * tl.exp2(load_decay(chunk_decay, index, True, k_start, K, BK, True))
@@ -389,8 +392,6 @@ def query_key_gradients_channel_exact_kernel(
             b_dq, b_dk, b_dg, b_ds, q, k, b_read * scale, b_write, sums, first, count, head, k_start, H, K, C, BK, PRECISION
         )
         b_dq *= scale
-        p_q, m_q = tile(q, first, count, head, k_start, H, K, C, BK)
-        p_k, m_k = tile(k, first, count, head, k_start, H, K, C, BK)
         b_d_read += tl.sum(b_dq * tl.load(p_q, mask=m_q, other=0.0).to(tl.float32), 1)  # [C, BK] each
         b_d_write += tl.sum(b_dk * tl.load(p_k, mask=m_k, other=0.0).to(tl.float32), 1)  # [C, BK]
         if d_decay is not None:
@@ -400,7 +401,6 @@ def query_key_gradients_channel_exact_kernel(
         p_dk, m_dk = tile(d_k, first, count, head, k_start, H, K, C, BK)
         tl.store(p_dq, (b_dq * b_read).to(d_q.dtype.element_ty), mask=m_dq)
         tl.store(p_dk, (b_dk * b_write).to(d_k.dtype.element_ty), mask=m_dk)
-    o_t, m_t = (first + o_c) * H + head, o_c < count
     if read_gate is not None:
         tl.store(d_read + o_t, b_d_read, mask=m_t)
     if write_gate is not None:

@@ -70,11 +70,14 @@ def backward(
     scaled_q, scaled_k, scores, decay, factored, _ = prepared
     states = scan(scaled_k, v, decay, factored, initial, layout, boundaries=boundaries).states
     back = scan_and_read(scaled_q, scaled_k, scores, d_o, decay, factored, d_final, layout, reverse=True)
-    gates, known = (read_gate, write_gate, scale), (states, back.states, layout, decay_gradient)
     if per_channel(log_decay):
-        d_q, d_k, d_decay, d_gates = query_key_gradients_channel(q, k, v, d_o, log_decay, *gates, prepared, *known)
+        d_q, d_k, d_decay, d_gates = query_key_gradients_channel(
+            q, k, v, d_o, log_decay, read_gate, write_gate, scale, prepared, states, back.states, layout, decay_gradient
+        )
     else:
-        d_q, d_k, d_decay, d_gates = query_key_gradients(q, k, v, d_o, log_decay, *gates, *known)
+        d_q, d_k, d_decay, d_gates = query_key_gradients(
+            q, k, v, d_o, log_decay, read_gate, write_gate, scale, states, back.states, layout, decay_gradient
+        )
     return [per_key_head(d_q, given_q), per_key_head(d_k, given_k), back.out, d_decay, d_gates, back.final]
 
 

@@ -75,15 +75,17 @@ def prepare_kernel(
 
 
 @triton.jit
-def decay_step_gradients(b_dq, b_dk, b_q, b_k, b_read, b_write, b_ds, b_product, total, PRECISION: tl.constexpr):
-    """Of some key channels, what a step of the log-decay at each token gets [C], to be summed from the chunk's end, and what all get.
+def add_decay_gradients(b_step, all_steps, b_dq, b_dk, b_q, b_k, b_read, b_write, b_ds, b_product, total, PRECISION: tl.constexpr):
+    """Adds, for some key channels, what a step of the log-decay at each token gets [C], to be summed from the chunk's end, and what all
+    get.
 
     A step at t scales what tokens from t on read of the state, what those before t write to it, the state, and what passes between them.
     """
     b_reads, b_writes = tl.sum(b_dq * b_q.to(tl.float32) * b_read, 1), tl.sum(b_dk * b_k.to(tl.float32) * b_write, 1)
     b_between = b_ds * tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * b_read * tl.trans(b_write)
-    b_step = b_reads + tl.sum(b_between, 1) - tl.sum(b_between, 0) - b_writes
-    return b_step, tl.sum(b_writes, 0) + tl.exp2(total.to(tl.float32)) * tl.sum(b_product)
+    b_step += b_reads + tl.sum(b_between, 1) - tl.sum(b_between, 0) - b_writes
+    all_steps += tl.sum(b_writes, 0) + tl.exp2(total.to(tl.float32)) * tl.sum(b_product)
+    return b_step, all_steps
 
 
 @triton.jit
@@ -132,9 +134,9 @@ def query_key_gradients_kernel(
         b_dq *= (b_from_start * scale)[:, None]
         b_dk *= b_to_end[:, None]
         if d_decay is not None:
-            b_steps, every = decay_step_gradients(b_dq, b_dk, b_q, b_k, b_read, b_write, b_ds, b_product, total, PRECISION)
-            b_step += b_steps
-            all_steps += every
+            b_step, all_steps = add_decay_gradients(
+                b_step, all_steps, b_dq, b_dk, b_q, b_k, b_read, b_write, b_ds, b_product, total, PRECISION
+            )
         b_gated_q, b_gated_k = b_q, b_k
         if LONG:
             b_gated_q, b_gated_k = (b_q.to(tl.float32) * b_read).to(b_q.dtype), (b_k.to(tl.float32) * b_write).to(b_k.dtype)
