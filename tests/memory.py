@@ -1,8 +1,8 @@
 """What a GPU would not say and the interpreter does not see: kernels that touch memory that is not theirs, and programs that race.
 
-Every tensor of an interpreted launch gets addresses of its own, so far from all others that a pointer shows what tensor it began in, however
-far it went. Loads and stores are checked against the elements that the tensor has (of a view: those between its first and its last that it
-has) and then go where the tensor really is. What a load masks out without saying what is there instead is NaN, as it may be on a GPU.
+Every tensor of an interpreted launch gets addresses of its own, so far from all others that a pointer shows what tensor it began in,
+however far it went. Loads and stores are checked against the elements that the tensor has, those of a view, not all between its first and its last,
+and then go where the tensor really is. What a load masks out without saying what is there instead is NaN, as it may be on a GPU.
 
 The interpreter runs programs one after the other, a GPU in no order: what one program stores, no other of the launch may load, nor store
 otherwise, and two lanes of one store agree. That is looked up element by element.
@@ -197,7 +197,8 @@ class Checker:
     """How launches are interpreted from here on, and the one that is."""
 
     def __init__(self) -> None:
-        self.dry, self.launches = False, 0
+        self.dry: int | None = None
+        self.launches = 0
         self.launch: Launch | None = None
 
     def begin(self, executor: Any, args: tuple[Any, ...]) -> Launch:
@@ -214,14 +215,16 @@ CHECKER = Checker()
 
 
 @contextmanager
-def dry() -> Iterator[None]:
-    """Only the programs at the corners of a grid are run in here, and tensors on "meta" are zeros that nothing changes. So tensors can be as
-    large as a GPU's, and an offset that leaves the range of its integers shows."""
-    CHECKER.dry = True
+def dry(fill: int = 0) -> Iterator[None]:
+    """Only the programs at the corners of a grid are run in here, and tensors on "meta" are full of one number whatever is stored.
+
+    So tensors can be as large as a GPU's, and an offset that leaves the range of its integers shows.
+    """
+    CHECKER.dry = fill
     try:
         yield
     finally:
-        CHECKER.dry = False
+        CHECKER.dry = None
 
 
 def check_memory() -> None:
@@ -254,7 +257,7 @@ def check_memory() -> None:
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
         launch = CHECKER.begin(self, args)
         try:
-            (run_corners(self, args, kwargs) if CHECKER.dry else run(self, *args, **kwargs))
+            run_corners(self, args, kwargs) if CHECKER.dry is not None else run(self, *args, **kwargs)
         except Exception:
             if launch.fault is not None:
                 raise MemoryFault(launch.fault) from None
@@ -266,7 +269,7 @@ def check_memory() -> None:
         enter(self, x, y, z)
         if (launch := CHECKER.launch) is not None:
             launch.program = (x * self.grid_dim[1] + y) * self.grid_dim[2] + z + 1
-            if launch.program == 1 and not CHECKER.dry:
+            if launch.program == 1 and CHECKER.dry is None:
                 launch.watch()
 
     def create_masked_load(self: Any, ptrs: Any, mask: Any, other: Any, *options: Any) -> Any:
@@ -279,7 +282,7 @@ def check_memory() -> None:
             other = TensorHandle(unknown(ptrs.data.shape, dtype, element == tl.bfloat16), element)
         if there:
             return load(self, ptrs, mask, other, *options)
-        return TensorHandle(np.where(mask.data, dtype.type(0), other.data), element)
+        return TensorHandle(np.where(mask.data, dtype.type(CHECKER.dry or 0), other.data), element)
 
     def create_masked_store(self: Any, ptrs: Any, value: Any, mask: Any, *options: Any) -> Any:
         launch = CHECKER.launch
@@ -289,7 +292,7 @@ def check_memory() -> None:
         if there:
             store(self, TensorHandle(real, ptrs.dtype), value, mask, *options)
             lanes = np.broadcast_to(mask.data, real.shape).astype(bool).ravel()
-            if not CHECKER.dry and differ(real.ravel(), np.broadcast_to(value.data, real.shape).ravel(), lanes):
+            if CHECKER.dry is None and differ(real.ravel(), np.broadcast_to(value.data, real.shape).ravel(), lanes):
                 launch.fail("a race: one store has several values for one element")
         return None
 

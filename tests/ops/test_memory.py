@@ -30,7 +30,9 @@ def rotate(rows: int, positions: int, angle_stride: int, *, cos: torch.Tensor | 
 
 def test_rows_that_share_a_position_must_not_step_through_angles() -> None:
     assert torch.equal(rotate(3, 1, 0), torch.ones(3, 8))
-    with pytest.raises(MemoryFault, match=r"rotate_kernel \(test_memory.py:\d+\): loads element 8 of cos \[1, 8\] \(program 1 of grid \(3,\)"):
+    with pytest.raises(
+        MemoryFault, match=r"rotate_kernel \(test_memory.py:\d+\): loads element 8 of cos \[1, 8\] \(program 1 of grid \(3,\)"
+    ):
         rotate(3, 1, 8)
 
 
@@ -83,7 +85,7 @@ def test_one_store_of_different_values() -> None:
 
 def test_one_program_loads_what_another_stores() -> None:
     with pytest.raises(MemoryFault, match=r"a race: stores element 4 of x \[13\], which program 0 loads"):
-        launch(shift_kernel, (3,), (torch.zeros(13), ), {"N": 4})
+        launch(shift_kernel, (3,), (torch.zeros(13),), {"N": 4})
     launch(shift_kernel, (1,), (torch.zeros(5),), {"N": 4})
 
 
