@@ -1,8 +1,8 @@
 """What a GPU would not say and the interpreter does not see: kernels that touch memory that is not theirs, and programs that race.
 
 Every tensor of an interpreted launch gets addresses of its own, so far from all others that a pointer shows what tensor it began in,
-however far it went. Loads and stores are checked against the elements that the tensor has, those of a view, not all between its first and its last,
-and then go where the tensor really is. What a load masks out without saying what is there instead is NaN, as it may be on a GPU.
+however far it went. Loads and stores are checked against the elements that the tensor has (of a view: its own, not all between its first
+and its last), and then go where it really is. What a load masks out without saying what is there instead is NaN, as it may be on a GPU.
 
 The interpreter runs programs one after the other, a GPU in no order: what one program stores, no other of the launch may load, nor store
 otherwise, and two lanes of one store agree. That is looked up element by element.
