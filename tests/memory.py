@@ -201,14 +201,15 @@ class Checker:
         self.launches = 0
         self.launch: Launch | None = None
 
-    def begin(self, executor: Any, args: tuple[Any, ...]) -> Launch:
-        names = []
-        for name, arg in zip(executor.arg_names, args, strict=False):
-            names += [name for x in (arg if isinstance(arg, tuple) else (arg,)) if hasattr(x, "data_ptr")]
-        self.launch, self.launches = Launch(executor.fn.__name__, names, executor.grid), self.launches + 1
-        if any(n > most for n, most in zip(executor.grid, MOST_PROGRAMS, strict=False)):
-            self.launch.fail(f"a grid has at most {MOST_PROGRAMS} programs")
-        return self.launch
+    def begin(self, executor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Launch:
+        given = dict(zip(executor.arg_names, args, strict=False)) | kwargs
+        parts = ((name, x if isinstance(x := given.get(name), tuple) else (x,)) for name in executor.arg_names)
+        names = [name for name, values in parts for x in values if hasattr(x, "data_ptr")]
+        launch = Launch(executor.fn.__name__, names, executor.grid)
+        if isinstance(launch.grid, tuple) and any(n > most for n, most in zip(launch.grid, MOST_PROGRAMS, strict=False)):
+            launch.fail(f"a grid has at most {MOST_PROGRAMS} programs")
+        self.launch, self.launches = launch, self.launches + 1
+        return launch
 
 
 CHECKER = Checker()
@@ -255,7 +256,7 @@ def check_memory() -> None:
             scope.restore()
 
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-        launch = CHECKER.begin(self, args)
+        launch = CHECKER.begin(self, args, kwargs)
         try:
             run_corners(self, args, kwargs) if CHECKER.dry is not None else run(self, *args, **kwargs)
         except Exception:
