@@ -1,7 +1,7 @@
 import importlib.util
 import os
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -11,12 +11,23 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # kernels run on the CPU; Triton reads this when it is first imported
     if importlib.util.find_spec("triton") is not None:
         from tests.interpreter import round_like_a_gpu
+        from tests.memory import check_memory
 
         round_like_a_gpu()
+        check_memory()
 
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)  # the workers are two
 settings.register_profile("default", deadline=None, derandomize=True, max_examples=25)
 settings.load_profile("default")
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """What nothing was stored in is NaN, or the largest integer: so an output shows that a kernel wrote only in part. On a GPU, where this
+    would refuse other ops too, tests of their own poison memory."""
+    torch.use_deterministic_algorithms(not torch.cuda.is_available())
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture

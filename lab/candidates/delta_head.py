@@ -65,7 +65,8 @@ TILES = {
 def tiles_for(kernel: str, x: Inputs, value: bool = True) -> dict[str, int]:
     k, v, warps, stages = TILES[kernel]
     key, short = x.k.shape[3], x.k.element_size() < 4
-    widths = {"BK": power_of_2(key) if kernel in ("read", "store", "back") else tile_width(key, k)}
+    # narrower products than 64 have gone wrong on Hopper, see tile_width
+    widths = {"BK": max(64, power_of_2(key)) if kernel in ("read", "store", "back") else tile_width(key, k)}
     widths |= {"BV": tile_width(x.v.shape[3], v)} if value else {}
     return widths | {"num_warps": warps, "num_stages": stages if short else 1}
 

@@ -209,9 +209,9 @@ def test_bfloat16_is_no_further_from_the_truth_than_the_plain_step(rows: int) ->
         assert (fused - truth).norm() <= 1.2 * (plain - truth).norm(), mixer
 
 
-@here
+@pytest.mark.gpu
 def test_outputs_are_written_everywhere(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory is poisoned with NaN before the kernels run; nothing of it may show."""
+    """Memory is poisoned with NaN before the kernels run, as for all tests where they are interpreted; nothing of it may show."""
     new_empty = torch.Tensor.new_empty
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **k: new_empty(*a, **k).fill_(float("nan")))
     gate = HeadGateConfig(read_position="after_norm", init_std=1.0)

@@ -223,10 +223,10 @@ def test_decays_in_bfloat16_get_their_gradient_so(name: str) -> None:
         assert distance(x, expected[key]) <= 1e-2, key
 
 
-@here
+@pytest.mark.gpu
 @pytest.mark.parametrize(("name", "segments"), each([(1,), (3,)], [(3,)]))
 def test_outputs_are_written_everywhere(name: str, segments: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory is poisoned with NaN before the kernels run; nothing of it may show."""
+    """Memory is poisoned with NaN before the kernels run, as for all tests where they are interpreted; nothing of it may show."""
     empty, empty_like, new_empty = torch.empty, torch.empty_like, torch.Tensor.new_empty
 
     def poisoned(make):  # type: ignore[no-untyped-def]

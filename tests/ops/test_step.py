@@ -99,6 +99,9 @@ def test_errors_name_the_argument() -> None:
     q = q[:, :1]
     with pytest.raises(ValueError, match=r"step: state must be \[batch, heads, key, value\] = \[1, 2, 4, 4\] on cpu, got \[1, 2, 4, 3\]"):
         step(ops.linear_attention, q, q, q, state=torch.zeros(1, 2, 4, 3))
+    many = torch.zeros(65_536, 1, 1, 1, device=DEVICE)
+    with pytest.raises(ValueError, match="step: backend 'triton' cannot run here: it takes at most 65,535 sequences, got 65,536"):
+        step(ops.linear_attention, many, many, many, state=many.clone(), backend="triton")
     for backend in ("reference", *(() if GPU else ("triton",))):
         with pytest.raises(ValueError, match=r"gla: log_decay must be \[batch, time, heads, key\]"):
             step(ops.gla, q, q, q, torch.zeros(1, 1, 2), state=torch.zeros(1, 2, 4, 4), backend=backend)

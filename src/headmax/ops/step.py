@@ -13,6 +13,8 @@ from headmax.ops.registry import Lazy, dispatch, no_autocast, register
 
 MOST_TOKENS = 16
 """Most tokens of a step, which are processed one after the other; more go through the chunked form."""
+MOST_SEQUENCES = 65_535
+"""Of the kernel's grid, along an axis that has no more programs."""
 
 Op = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -30,6 +32,8 @@ def _obstacle(op: Op, q: Tensor, v: Tensor) -> str | None:
     """Why the kernel cannot take a step of this op, or None."""
     if op.__name__ not in ("linear_attention", "gla", "gated_delta_rule", "kda"):
         return f"it does not support {op.__name__}"
+    if len(q) > MOST_SEQUENCES:
+        return f"it takes at most {MOST_SEQUENCES:,} sequences, got {len(q):,}"
     return too_wide(q, v)
 
 
