@@ -140,8 +140,8 @@ def install(model: nn.Module, found: Iterable[Forward]) -> None:
 def accelerate(model: nn.Module) -> nn.Module:
     """Runs the linear-attention layers of a transformers model on headmax's ops, in place, and returns it.
 
-    Weights, names, cache and outputs stay what they are, on any device; packed sequences are kept apart, whether `cu_seq_lens_q`, `seq_idx` or
-    `position_ids` that restart tell of them.
+    Weights, names, cache and outputs stay what they are, on any device. Packed sequences are kept apart, by `cu_seq_lens_q`, `seq_idx`
+    or `position_ids` that restart.
     """
     found = [forward for _, forward in forwards(model)]
     if not found:
