@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from headmax.models.forwards import Forward, GatedDelta, KimiDelta, Layer, Lightning, Mamba2
+from headmax.models.forwards import Forward, GatedDelta, KimiDelta, Layer, Lightning, Mamba2, boundaries
 from headmax.models.modeling import packing_of_positions
 
 
@@ -116,15 +116,22 @@ def owners_of(model: nn.Module) -> dict[nn.Module, PreTrainedModel]:
 
 
 def mark_packed_sequences(model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A forward pre-hook: `position_ids` [1,T] that restart pack sequences for transformers' attention layers, which alone are given them;
-    with `cu_seq_lens_q` they do for all layers. As there, neither a mask nor a cache may be given."""
-    positions = options.get("position_ids")
+    """A forward pre-hook: whatever marks packed sequences, each layer is given `cu_seq_lens_q`, read from it once."""
+    bounds = options.get("cu_seq_lens_q")
+    if bounds is None:
+        bounds = boundaries(seq_idx) if (seq_idx := options.get("seq_idx")) is not None else bounds_of_positions(inputs, options)
+    return inputs, options if bounds is None else options | {"cu_seq_lens_q": bounds}
+
+
+def bounds_of_positions(inputs: tuple[Any, ...], options: dict[str, Any]) -> Tensor | None:
+    """Of `position_ids` [1,T] that restart, where transformers' attention layers, which alone are given them, take them for packed
+    sequences: beside no mask and no cache."""
+    positions, others = options.get("position_ids"), ("attention_mask", "past_key_values", "cache_params")
     tokens = next((x for x in (*inputs[:1], options.get("input_ids"), options.get("inputs_embeds")) if x is not None), None)
-    others = [options.get(name) for name in ("cu_seq_lens_q", "seq_idx", "attention_mask", "past_key_values", "cache_params")]
-    if positions is None or tokens is None or positions.ndim != 2 or any(x is not None for x in (*inputs[1:], *others)):
-        return inputs, options
+    if positions is None or tokens is None or positions.ndim != 2 or any(x is not None for x in (*inputs[1:], *map(options.get, others))):
+        return None
     packing = packing_of_positions(positions, tokens.shape[0])
-    return inputs, options if packing is None else options | {"cu_seq_lens_q": packing.cu_seqlens}
+    return None if packing is None else packing.cu_seqlens
 
 
 def install(model: nn.Module, found: Iterable[Forward]) -> None:
