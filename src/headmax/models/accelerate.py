@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headmax.models.forwards import Forward, GatedDelta, KimiDelta, Layer, Lightning, Mamba2, boundaries
-from headmax.models.modeling import packing_of_positions
+from headmax.models.inputs import packing_of_positions
 
 
 def _qwen3_next(layer: Any, x: Tensor) -> tuple[Tensor, ...]:
