@@ -82,7 +82,8 @@ def config_from_fla(fla: Mapping[str, Any]) -> HeadmaxConfig:
     if refused := "; ".join(unknown_to_headmax(fla, kind)):
         raise ValueError(f"flash-linear-attention's {kind}: headmax cannot map {refused}")
     width = fla.get("intermediate_size") or swiglu_width(fla["hidden_size"], fla.get("hidden_ratio") or MIXER_OF[kind].mlp_ratio)
-    fields = {"intermediate_size": width, "tie_word_embeddings": False} | {name: fla[name] for name in (*SHARED, *TOKENS) if name in fla}
+    fields: dict[str, Any] = {"intermediate_size": width, "tie_word_embeddings": False}
+    fields |= {name: fla[name] for name in (*SHARED, *TOKENS) if name in fla}
     return HeadmaxConfig(**fields, **mixer_from_fla(fla, kind))
 
 
