@@ -15,7 +15,7 @@ def transformers(checkout: Checkout, /, only: str = "") -> None:
     """Run transformers' tests of a language model on every mixer, with and without gates.
 
     Args:
-        checkout: transformers' repository at the installed version, or its tests as they are in the source distribution.
+        checkout: transformers' repository at the installed version; the source distribution has only a part of tests/.
         only: run tests whose names match this expression of pytest's.
     """
     from lab.ecosystem.run import run_suite

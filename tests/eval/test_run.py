@@ -342,8 +342,12 @@ def test_names() -> None:
     assert model_name(make_model("gla").config, "x") == "x"
 
 
-def test_the_harness_s_own_command_line(checkpoint: Path, data_dir: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    """A task of its own on a file: the accuracy and the standard error that our stages give."""
+@pytest.mark.parametrize(("module", "model"), [("headmax.eval.lm_eval", "headmax"), ("lm_eval", "hf")])
+def test_the_harness_s_own_command_line(
+    module: str, model: str, checkpoint: Path, data_dir: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """A task of its own on a file: the accuracy and the standard error that our stages give, with our adapter and with the harness's, in a
+    process where nobody has imported headmax."""
     task = f"""
 task: local_piqa
 dataset_path: json
@@ -356,9 +360,10 @@ doc_to_choice: "{{{{[sol1, sol2]}}}}"
 metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
 """
     (tmp_path / "local_piqa.yaml").write_text(task)
-    options = ["--model", "headmax", "--model_args", f"pretrained={checkpoint},dtype=float32", "--tasks", "local_piqa", "--device", "cpu"]
+    settings = f"pretrained={checkpoint},dtype=float32" + (",trust_remote_code=True" if model == "hf" else "")
+    options = ["--model", model, "--model_args", settings, "--tasks", "local_piqa", "--device", "cpu"]
     options += ["--include_path", str(tmp_path), "--output_path", str(tmp_path / "out")]
-    done = process("-m", "headmax.eval.lm_eval", *options, HF_DATASETS_CACHE=str(tmp_path))
+    done = process("-m", module, *options, HF_DATASETS_CACHE=str(tmp_path), HF_HOME=str(tmp_path / "hub"))
     assert done.returncode == 0, done.stderr[-2000:]
     (file,) = (tmp_path / "out").rglob("results*.json")
     theirs = json.loads(file.read_text())["results"]["local_piqa"]

@@ -110,9 +110,9 @@ def test_packed_sequences_are_kept_apart(kind: str, monkeypatch: pytest.MonkeyPa
     expected = torch.cat([logits(model, piece) for piece in row.split(lengths, dim=1)], dim=1)
     accelerate(model)
     marks = packed(lengths)
-    assert (logits(model, row, **marks) - expected).abs().max() <= CLOSE
-    del marks["cu_seq_lens_q"], marks["cu_seq_lens_k"]
-    assert (logits(model, row, **marks) - expected).abs().max() <= CLOSE
+    for names in (marks, marks.keys() - {"cu_seq_lens_q", "cu_seq_lens_k"}, ["position_ids"]):  # as one collator or another marks them
+        given = {name: marks[name] for name in names}
+        assert (logits(model, row, **given) - expected).abs().max() <= CLOSE, given.keys()
 
 
 def test_gradients_are_those_of_transformers(model: Any) -> None:
@@ -212,6 +212,11 @@ def test_packed_rows_that_are_none_are_refused() -> None:
         model(tokens(2, 12), **packed([5, 7]))
     with pytest.raises(ValueError, match="accelerate: cu_seqlens must end at time = 13, got 12"):
         model(tokens(1, 13), seq_idx=None, cu_seq_lens_q=torch.tensor([0, 5, 12]))
+    rows = packed([5, 7])["position_ids"]
+    with pytest.raises(ValueError, match="position_ids restart inside a row: pack sequences into a batch of one"):
+        model(tokens(2, 12), position_ids=rows)
+    ids, mask = tokens(2, 12), torch.ones(2, 12, dtype=torch.long)
+    assert logits(model, ids, attention_mask=mask, position_ids=rows).isfinite().all()  # beside a mask, positions are positions
 
 
 def test_checkpointed_layers_have_the_same_gradients() -> None:

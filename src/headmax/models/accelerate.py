@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from headmax.models.forwards import Forward, GatedDelta, KimiDelta, Layer, Lightning, Mamba2
+from headmax.models.forwards import Forward, GatedDelta, KimiDelta, Layer, Lightning, Mamba2, boundaries
+from headmax.models.inputs import packing_of_positions
 
 
 def _qwen3_next(layer: Any, x: Tensor) -> tuple[Tensor, ...]:
@@ -108,18 +110,48 @@ def forwards(model: nn.Module) -> Iterator[tuple[str, Forward]]:
         yield name, forward_of(layer) or about.forward(layer, about)
 
 
-def install(forward: Forward) -> None:
-    setattr(forward.layer, "_old_forward" if hasattr(forward.layer, "_old_forward") else "forward", forward)
+def owners_of(model: nn.Module) -> dict[nn.Module, PreTrainedModel]:
+    """The innermost transformers model that each module belongs to."""
+    return {module: owner for owner in model.modules() if isinstance(owner, PreTrainedModel) for module in owner.modules()}
+
+
+def mark_packed_sequences(model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A forward pre-hook: whatever marks packed sequences, each layer is given `cu_seq_lens_q`, read from it once."""
+    bounds = options.get("cu_seq_lens_q")
+    if bounds is None:
+        bounds = boundaries(seq_idx) if (seq_idx := options.get("seq_idx")) is not None else bounds_of_positions(inputs, options)
+    return inputs, options if bounds is None else options | {"cu_seq_lens_q": bounds}
+
+
+def bounds_of_positions(inputs: tuple[Any, ...], options: dict[str, Any]) -> Tensor | None:
+    """Of `position_ids` [1,T] that restart, where transformers' attention layers, which alone are given them, take them for packed
+    sequences: beside no mask and no cache."""
+    positions, others = options.get("position_ids"), ("attention_mask", "past_key_values", "cache_params")
+    tokens = next((x for x in (*inputs[:1], options.get("input_ids"), options.get("inputs_embeds")) if x is not None), None)
+    if positions is None or tokens is None or positions.ndim != 2 or any(x is not None for x in (*inputs[1:], *map(options.get, others))):
+        return None
+    packing = packing_of_positions(positions, tokens.shape[0])
+    return None if packing is None else packing.cu_seqlens
+
+
+def install(model: nn.Module, found: Iterable[Forward]) -> None:
+    """Puts the forwards in their layers' place, and their models on the lookout for packed sequences."""
+    owners = owners_of(model)
+    for forward in found:
+        layer, owner = forward.layer, owners.get(forward.layer)
+        setattr(layer, "_old_forward" if hasattr(layer, "_old_forward") else "forward", forward)
+        if owner is not None and mark_packed_sequences not in owner._forward_pre_hooks.values():
+            owner.register_forward_pre_hook(mark_packed_sequences, with_kwargs=True)
 
 
 def accelerate(model: nn.Module) -> nn.Module:
     """Runs the linear-attention layers of a transformers model on headmax's ops, in place, and returns it.
 
-    Weights, names, cache and outputs stay what they are, on any device; packed sequences (`cu_seq_lens_q` or `seq_idx`) are kept apart.
+    Weights, names, cache and outputs stay what they are, on any device. Packed sequences are kept apart, by `cu_seq_lens_q`, `seq_idx`
+    or `position_ids` that restart.
     """
     found = [forward for _, forward in forwards(model)]
     if not found:
         raise ValueError(f"accelerate: {type(model).__name__} has no layer that headmax knows: {', '.join(LAYERS)}")
-    for forward in found:
-        install(forward)
+    install(model, found)
     return model

@@ -79,43 +79,49 @@ def config_from_fla(fla: Mapping[str, Any]) -> HeadmaxConfig:
     kind = fla.get("model_type")
     if not isinstance(kind, str) or kind not in MIXER_OF:
         raise ValueError(f"model_type {kind!r} is no model of flash-linear-attention that headmax has{suggest(kind, MIXER_OF)}")
-    known = {*SHARED, *TOKENS, *INERT, *ONLY, *MAPPED, "model_type"}
-    refused = [f"{name} (unknown)" for name in sorted(set(fla) - known - set(PreTrainedConfig().to_dict())) if not name.startswith("_")]
-    refused += [f"{name}={fla[name]!r} (only {value!r})" for name, value in ONLY.items() if fla.get(name, value) not in (value, "silu")]
-    refused += [f"{name} (missing)" for name in ("hidden_size", "num_heads") if fla.get(name) is None]
-    numbers = {name: fla[name] for name in NUMBERS if fla.get(name) is not None}
-    refused += [f"{name}={value!r} (only positive numbers)" for name, value in numbers.items() if not is_positive(value)]
-    if kind != "transformer" and fla.get("num_kv_heads") not in (None, fla.get("num_heads")):
-        refused.append(f"num_kv_heads={fla['num_kv_heads']} (only num_heads {fla.get('num_heads')})")
-    if kind != "transformer" and fla.get("window_size") is not None:
-        refused.append(f"window_size={fla['window_size']!r} (only None)")
-    if fla.get("feature_map") not in list(FEATURE_MAPS):
-        refused.append(f"feature_map={fla['feature_map']!r} (only {', '.join(map(repr, FEATURE_MAPS))})")
-    convolves = fla.get("use_short_conv", kind == "gated_deltanet")
-    if kind == "gated_deltanet" and not convolves:
-        refused.append("use_short_conv=False (Gated DeltaNet has one)")
-    if convolves and fla.get("share_conv_kernel"):
-        refused.append("share_conv_kernel=True (only False)")
-    if refused:
-        raise ValueError(f"flash-linear-attention's {kind}: headmax cannot map {'; '.join(refused)}")
-    hidden, heads = fla["hidden_size"], fla["num_heads"]
-    width = fla.get("intermediate_size") or swiglu_width(hidden, fla.get("hidden_ratio") or MIXER_OF[kind].mlp_ratio)
-    fields: dict[str, Any] = {"mixer": MIXER_OF[kind].name, "intermediate_size": width, "tie_word_embeddings": False}
+    if refused := "; ".join(unknown_to_headmax(fla, kind)):
+        raise ValueError(f"flash-linear-attention's {kind}: headmax cannot map {refused}")
+    width = fla.get("intermediate_size") or swiglu_width(fla["hidden_size"], fla.get("hidden_ratio") or MIXER_OF[kind].mlp_ratio)
+    fields: dict[str, Any] = {"intermediate_size": width, "tie_word_embeddings": False}
     fields |= {name: fla[name] for name in (*SHARED, *TOKENS) if name in fla}
+    return HeadmaxConfig(**fields, **mixer_from_fla(fla, kind))
+
+
+def unknown_to_headmax(fla: Mapping[str, Any], kind: str) -> Iterator[str]:
+    """Settings of FLA that headmax does not have: name, value, and what it has instead."""
+    known = {*SHARED, *TOKENS, *INERT, *ONLY, *MAPPED, "model_type", *PreTrainedConfig().to_dict()}
+    yield from (f"{name} (unknown)" for name in sorted(set(fla) - known) if not name.startswith("_"))
+    heads = fla.get("num_heads")
+    choices: dict[str, tuple[tuple[Any, ...], str]] = {name: ((value, "silu"), repr(value)) for name, value in ONLY.items()}
+    choices["feature_map"] = (*FEATURE_MAPS,), ", ".join(map(repr, FEATURE_MAPS))
+    if kind != "transformer":
+        choices |= {"num_kv_heads": ((None, heads), f"num_heads {heads}"), "window_size": ((None,), "None")}
+    if kind == "gated_deltanet":
+        choices["use_short_conv"] = (True,), "True"
+    if fla.get("use_short_conv", kind == "gated_deltanet"):
+        choices["share_conv_kernel"] = (None, False), "False"
+    for name, (values, only) in choices.items():
+        if name in fla and fla[name] not in values:
+            yield f"{name}={fla[name]!r} (only {only})"
+    yield from (f"{name} (missing)" for name in ("hidden_size", "num_heads") if fla.get(name) is None)
+    numbers = {name: fla[name] for name in NUMBERS if fla.get(name) is not None}
+    yield from (f"{name}={value!r} (only positive numbers)" for name, value in numbers.items() if not is_positive(value))
+
+
+def mixer_from_fla(fla: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """The fields of HeadmaxConfig that say which mixer it is."""
+    mixer, conv_size = MIXER_OF[kind], fla.get("conv_size", 4)
     if kind == "transformer":
-        fields["mixer"] = AttentionConfig(
-            num_kv_heads=fla.get("num_kv_heads"), window=fla.get("window_size"), rotary_base=fla.get("rope_theta") or 10_000.0
-        )
-    elif kind == "gated_deltanet":
+        base = fla.get("rope_theta") or 10_000.0
+        return {"mixer": AttentionConfig(num_kv_heads=fla.get("num_kv_heads"), window=fla.get("window_size"), rotary_base=base)}
+    if kind == "gated_deltanet":
         key = fla.get("head_dim") or 256
-        fields |= {"head_k_dim": key, "head_v_dim": int(key * (fla.get("expand_v") or 2.0)), "num_v_heads": fla.get("num_v_heads")}
-        fields["conv_size"] = fla.get("conv_size", 4)
-    else:
-        for name, expand in (("head_k_dim", "expand_k"), ("head_v_dim", "expand_v")):
-            fields[name] = int(hidden * (fla.get(expand) or getattr(MIXER_OF[kind], expand))) // heads
-        fields["feature_map"] = FEATURE_MAPS[fla.get("feature_map")]
-        fields["conv_size"] = fla.get("conv_size", 4) if convolves else 0
-    return HeadmaxConfig(**fields)
+        widths = {"head_k_dim": key, "head_v_dim": int(key * (fla.get("expand_v") or 2.0)), "num_v_heads": fla.get("num_v_heads")}
+        return {"mixer": mixer.name, "conv_size": conv_size} | widths
+    total = [int(fla["hidden_size"] * (fla.get(name) or getattr(mixer, name))) for name in ("expand_k", "expand_v")]
+    widths = {name: width // fla["num_heads"] for name, width in zip(("head_k_dim", "head_v_dim"), total, strict=True)}
+    fields = {"mixer": mixer.name, "feature_map": FEATURE_MAPS[fla.get("feature_map")]}
+    return fields | {"conv_size": conv_size if fla.get("use_short_conv") else 0} | widths
 
 
 def is_positive(value: Any) -> bool:
@@ -150,9 +156,7 @@ def config_to_fla(config: HeadmaxConfig) -> dict[str, Any]:
         widths = {"head_dim": key, "expand_v": expansion(value, key), "num_v_heads": mixer.num_v_heads}
         return fields | widths | {"conv_size": conv_size}
     fields |= {"expand_k": expansion(key * heads, hidden), "expand_v": expansion(value * heads, hidden)}
-    fields["feature_map"] = {ours: theirs for theirs, ours in FEATURE_MAPS.items() if theirs != "swish"}[
-        cast(FeatureMapConfig, mixer).feature_map
-    ]
+    fields["feature_map"] = next(theirs for theirs, ours in FEATURE_MAPS.items() if ours == cast(FeatureMapConfig, mixer).feature_map)
     return fields | {"use_short_conv": bool(conv_size), "conv_size": conv_size or 4}
 
 

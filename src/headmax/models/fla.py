@@ -45,6 +45,9 @@ class FLAMixer(nn.Module):
     def add_head_gate(self, gate: HeadGateConfig) -> None:
         self.mixer.add_head_gate(gate)
 
+    def gate_sizes(self) -> dict[str, int]:
+        return self.mixer.gate_sizes()
+
     def forward(
         self,
         hidden_states: Tensor,

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 from transformers.activations import ACT2FN
 from transformers.integrations.accelerate import force_accelerate_hooks
 
@@ -21,9 +20,6 @@ from headmax.ops.checks import check_packing, compute_dtype
 from headmax.ops.packing import Packing
 from headmax.ops.sequential import gated
 from headmax.ops.step import MOST_TOKENS, Op
-
-_bounds = WeakIdKeyDictionary()
-"""The boundaries of a `seq_idx` tensor, which is handed to layer after layer."""
 
 
 def masked(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -38,13 +34,9 @@ def packing_of(x: Tensor, cu_seq_lens_q: Tensor | None = None, seq_idx: Tensor |
 
 
 def boundaries(seq_idx: Tensor) -> Tensor:
-    """Where the number of the sequence changes, in seq_idx [1,T]: kept, since every layer asks."""
-    version = None if seq_idx.is_inference() else seq_idx._version
-    known = _bounds.get(seq_idx)
-    if known is None or version is None or known[0] != version:
-        starts = (seq_idx.flatten().diff() != 0).nonzero().flatten() + 1
-        known = _bounds[seq_idx] = version, torch.cat([starts.new_zeros(1), starts, starts.new_tensor([seq_idx.numel()])])
-    return known[1]
+    """Where the number of the sequence changes, in seq_idx [1,T]."""
+    starts = (seq_idx.flatten().diff() != 0).nonzero().flatten() + 1
+    return torch.cat([starts.new_zeros(1), starts, starts.new_tensor([seq_idx.numel()])])
 
 
 def causal_convolution(x: Tensor, conv: nn.Conv1d, activation: str, packing: Packing | None) -> Tensor:

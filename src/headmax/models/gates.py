@@ -17,7 +17,6 @@ from headmax import durable, fields
 from headmax.layers import HeadGateConfig
 from headmax.layers.head_gate import HeadGate
 from headmax.models.fla import FLAMixer
-from headmax.models.forwards import Forward
 from headmax.models.softmaxify import gateable, gates_of, softmaxify
 from headmax.models.weights import read_file, read_weights
 
@@ -102,13 +101,8 @@ def _expected(root: Any, gate: HeadGateConfig) -> dict[str, tuple[int, ...]]:
     if not gates:
         like = torch.empty(0, device="meta")
         for name, taker in gateable(root):
-            if isinstance(taker, Forward):
-                sizes = taker.gate_sizes()
-            else:
-                mixer = taker.mixer if isinstance(taker, FLAMixer) else taker
-                sizes = {"hidden_size": mixer.q_proj.in_features, "num_heads": mixer.num_v_heads, "head_dim": mixer.head_k_dim}
             inner = ".mixer" if isinstance(taker, FLAMixer) else ""
-            gates[f"{name}{inner}.head_gate"] = gate.build(**sizes, like=like)
+            gates[f"{name}{inner}.head_gate"] = gate.build(**taker.gate_sizes(), like=like)
     return {f"{name}.{last}": tuple(x.shape) for name, each in gates.items() for last, x in each.named_parameters()}
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from headmax.layers import HeadGateConfig
 from headmax.layers.head_gate import HeadGate
 from headmax.layers.mixers import RecurrentMixer
-from headmax.models.accelerate import LAYERS, forwards, install
+from headmax.models.accelerate import LAYERS, forwards, install, owners_of
 from headmax.models.configuration import HeadmaxConfig
 from headmax.models.fla import FLAMixer, is_fla
 from headmax.models.forwards import Forward
@@ -26,14 +26,9 @@ def gates_of(model: nn.Module) -> dict[str, HeadGate]:
     return {name: module for name, module in model.named_modules() if isinstance(module, HeadGate)}
 
 
-def configs_of(model: nn.Module) -> dict[nn.Module, PreTrainedModel]:
-    """The innermost model that a module belongs to."""
-    return {module: owner for owner in model.modules() if isinstance(owner, PreTrainedModel) for module in owner.modules()}
-
-
 def gateable(model: nn.Module) -> Iterator[tuple[str, RecurrentMixer | Forward | FLAMixer]]:
     """What takes gates, by name: headmax's mixers, and what would stand in for other libraries' layers, not in place yet."""
-    owners = configs_of(model)
+    owners = owners_of(model)
     for name, module in model.named_modules():
         if isinstance(module, RecurrentMixer):
             yield name, module
@@ -67,10 +62,9 @@ def softmaxify(model: nn.Module, gate: HeadGateConfig = START, *, train: Literal
         )
     for name, taker in takers.items():
         taker.add_head_gate(gate)
-        if isinstance(taker, Forward):
-            install(taker)
-        elif isinstance(taker, FLAMixer):
+        if isinstance(taker, FLAMixer):
             model.set_submodule(name, taker)
+    install(model, (taker for taker in takers.values() if isinstance(taker, Forward)))
     for owner in model.modules():
         if isinstance(owner, PreTrainedModel) and gates_of(owner):
             owner.config.head_gate = gate if isinstance(owner.config, HeadmaxConfig) else dataclasses.asdict(gate)

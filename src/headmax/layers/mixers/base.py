@@ -97,10 +97,12 @@ class RecurrentMixer(Initialized):
             raise ValueError(f"head_gate must be a HeadGateConfig or None, got {config!r}")
         if self.head_gate is not None:
             raise ValueError("head_gate: the mixer has gates already")
-        self.head_gate = config.build(
-            hidden_size=self.q_proj.in_features, num_heads=self.num_v_heads, head_dim=self.head_k_dim, like=self.q_proj.weight
-        )
+        self.head_gate = config.build(**self.gate_sizes(), like=self.q_proj.weight)
         self.read_after_norm = config.read_position == "after_norm"
+
+    def gate_sizes(self) -> dict[str, int]:
+        """What `HeadGateConfig.build` asks for."""
+        return {"hidden_size": self.q_proj.in_features, "num_heads": self.num_v_heads, "head_dim": self.head_k_dim}
 
     def set_tensor_mesh(self, mesh: DeviceMesh) -> None:
         """Splits the heads over the ranks of the mesh."""
