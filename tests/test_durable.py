@@ -203,7 +203,7 @@ def test_a_name_stays_in_its_folder(name: object) -> None:
 
 
 def test_a_manifest_that_names_files_elsewhere(run: Path, tmp_path: Path) -> None:
-    (folder,) = checkpoint.finished(run / "checkpoints")
+    (folder,) = checkpoint.list_checkpoints(run / "checkpoints")
     copy = shutil.copytree(folder, tmp_path / folder.name)
     assert checkpoint.problem(copy) is None
     manifest = json.loads((copy / "manifest.json").read_text())

@@ -158,7 +158,7 @@ def test_a_summary_that_is_none(change: dict[str, Any], run: Path, tmp_path: Pat
 
 def sealed(run: Path, name: str, content: Callable[[bytes], bytes]) -> Path:
     """The newest checkpoint with other content in some files and a manifest that knows of it."""
-    folder = checkpoint.finished(run / "checkpoints")[-1]
+    folder = checkpoint.list_checkpoints(run / "checkpoints")[-1]
     for path in folder.glob(name):
         path.write_bytes(content(path.read_bytes()))
     (folder / checkpoint.MANIFEST).write_text(json.dumps({"files": checkpoint.fingerprints(folder)}))
@@ -169,7 +169,7 @@ def sealed(run: Path, name: str, content: Callable[[bytes], bytes]) -> Path:
 def test_a_position_that_is_none(change: dict[str, Any], run: Path, tmp_path: Path) -> None:
     shutil.copytree(run, tmp_path / "run")
     sealed(tmp_path / "run", checkpoint.PROGRESS, lambda text: json.dumps(json.loads(text) | change).encode())
-    with pytest.raises(ValueError, match=r"train\.json: not the position of a run: "):
+    with pytest.raises(ValueError, match=r"train\.json: not the progress of a run: "):
         train(tmp_path / "run", max_steps=3)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from headmax.data.chat import Chats, encode_chat
 from headmax.data.mixture import ROUND, Mixture
-from headmax.train.feed import predicted
+from headmax.train.feed import count_targets
 from tests.generate.checkpoint import make_tokenizer
 from tests.train.small import Walks
 
@@ -86,7 +86,7 @@ def test_conversations_fill_rows_and_stay_apart(tmp_path: Path) -> None:
     held = sorted(text for text in texts if text.startswith("Q"))
     assert held == sorted(f"Q{'ab' * (n % 5 + 1)}A{'c' * (n % 3 + 1)}</s>" for n in range(40))
     assert all(set(text) <= set("<s>") for text in texts if not text.startswith("Q"))
-    assert predicted(batch) == sum(n % 3 + 2 for n in range(40))
+    assert count_targets(batch) == sum(n % 3 + 2 for n in range(40))
     epochs = [source.batch(range(n * len(source.rows), (n + 1) * len(source.rows))).input_ids for n in range(2)]
     assert not torch.equal(*epochs)
     assert torch.equal(*(x.view(-1, 32).sort(dim=0).values.sum(0) for x in epochs))

@@ -260,7 +260,7 @@ def test_a_gpu_that_fails_for_good_ends_the_run_and_keeps_its_scores(tmp_path: P
     failing = FailingScorer(scorer, error, True, monkeypatch)
     with pytest.raises(DeviceLost) as lost:
         score(failing, asked, ScoreFile(path), lambda *_: None)
-    line = "task second: CUDA error: an illegal memory access was encountered; what was done is kept, rerun to resume"
+    line = "task second: CUDA error: an illegal memory access was encountered; completed work is saved, rerun to resume"
     assert explain(lost.value) == (1, line)
     assert failing.calls == 2
     kept = ScoreFile(path)

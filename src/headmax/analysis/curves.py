@@ -39,7 +39,7 @@ def digest(run: Path, name: str | None = None) -> Iterator[Record]:
         raise ValueError(f"{run}: no summary.json, which `headmax train` writes when a run ends; give the --out folder of a finished run")
     summary = durable.read_json(run / "summary.json")
     try:
-        fields.check(summary, SUMMARY, set(SUMMARY), others=True)
+        fields.check(summary, SUMMARY, set(SUMMARY), allow_unknown=True)
     except ValueError as error:
         raise ValueError(f"{run / 'summary.json'}: not the summary of a run: {error}") from error
     taken = (line for line in read_lines(run / "metrics.jsonl") if not line["skipped"])

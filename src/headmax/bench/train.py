@@ -15,7 +15,7 @@ from headmax import HeadmaxForCausalLM, recipes
 from headmax.bench.isolated import isolated
 from headmax.bench.timing import Ceilings, paired, seconds
 from headmax.records import Record, Recorder
-from headmax.train.graph import REHEARSALS, Replayed, ReplayedUpdate
+from headmax.train.graph import WARMUP_CALLS, Replayed, ReplayedUpdate
 
 STEP_AHEAD = 100_000_000
 """Clock cycles (about 50 ms) of launches ahead of the GPU, as in a training loop, which does not wait for the step before."""
@@ -131,7 +131,7 @@ class Step:
         torch.cuda.synchronize()
         others = torch.cuda.memory_allocated() - self.own_bytes()
         torch.cuda.reset_peak_memory_stats()
-        for _ in range(REHEARSALS + 2):
+        for _ in range(WARMUP_CALLS + 2):
             self()
         return torch.cuda.max_memory_allocated() - others
 

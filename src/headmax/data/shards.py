@@ -90,7 +90,7 @@ class Index:
         for name, fits in right.items():
             if not fits:
                 raise ValueError(f"{name} is {getattr(self, name)!r:.80}")
-        fields.check(self.made_from, {"contents": list[dict | None]}, set(), others=True)
+        fields.check(self.made_from, {"contents": list[dict | None]}, set(), allow_unknown=True)
         for content in filter(None, self.made_from.get("contents", [])):
             fields.check(content, {"bytes": int, "blake2b": str}, {"bytes", "blake2b"})
         for shard in (shard for shards in self.splits.values() for shard in shards):

@@ -1,4 +1,4 @@
-"""How a model is trained."""
+"""Training settings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Documents = Literal["concatenate", "separate"]
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW, or Muon beside it, with the norm of the gradient clipped."""
+    """AdamW, or Muon with AdamW, with gradient-norm clipping."""
 
     name: Optimizers = "adamw"
     """adamw; muon takes the projections of the blocks, and leaves embeddings, head gates, convolutions and vectors to AdamW."""
@@ -156,10 +156,10 @@ class TrainConfig:
     def __post_init__(self) -> None:
         given: Any = self.parallel
         if isinstance(given, str):  # as in 0.1
-            object.__setattr__(self, "parallel", ParallelConfig(given))  # type: ignore[arg-type]  # it looks itself
+            object.__setattr__(self, "parallel", ParallelConfig(given))  # type: ignore[arg-type]  # which validates it
         check_numbers(flatten(asdict(self)))
         if self.sequence_length < 2:
-            raise ValueError(f"sequence_length must be at least 2, a token to read and one to predict, got {self.sequence_length}")
+            raise ValueError(f"sequence_length must be at least 2, one token to read and one to predict, got {self.sequence_length}")
         check_optim(self.optim)
         if self.batch_tokens % self.sequence_length:
             raise ValueError(f"batch_tokens {self.batch_tokens} must be a multiple of sequence_length {self.sequence_length}")
@@ -180,7 +180,7 @@ class TrainConfig:
 
     @property
     def against_graphs(self) -> str | None:
-        """The setting that CUDA graphs do not go with, if there is one: shapes that change, numbers or random states that are read."""
+        """The setting that rules out CUDA graphs, if any: it varies shapes, or reads values or random states on the host."""
         if self.documents == "separate":
             return "documents separate"
         if self.optim.name == "muon":
@@ -194,13 +194,13 @@ class TrainConfig:
 
     @property
     def steps(self) -> int:
-        """Where the run ends."""
-        whole = -(-self.token_budget // self.batch_tokens)
-        return whole if self.max_steps is None else min(whole, self.max_steps)
+        """Optimizer steps of the run."""
+        budget = -(-self.token_budget // self.batch_tokens)
+        return budget if self.max_steps is None else min(budget, self.max_steps)
 
 
 LARGEST = 10**18
-"""Of any whole number: a signed one of 64 bits holds it, and sums of a few."""
+"""Upper bound of integer settings: small sums of them still fit into a signed 64-bit integer."""
 POSITIVE = (
     *("parallel.context", "parallel.tensor", "parallel.shard"),
     *("token_budget", "sequence_length", "batch_tokens", "max_steps", "max_skipped_steps", "optim.lr", "optim.eps", "optim.grad_clip"),
@@ -214,11 +214,11 @@ MAY_CHANGE = {
     *("max_steps", "checkpoint_every", "max_skipped_steps", "device", "parallel", "checkpoint", "eval", "log"),
     *("compute.micro_batch", "compute.compile", "compute.activation_checkpointing", "compute.cuda_graph"),
 }
-"""What a resumed run may change: how long, where and how it computes and what it tells, not what is computed."""
+"""Settings that a resumed run may change: its length, hardware, execution and logging, but not the result."""
 
 
 def check_optim(optim: OptimConfig) -> None:
-    """ValueError names the first setting that is none."""
+    """ValueError names the first invalid setting."""
     if optim.name not in get_args(Optimizers):
         raise ValueError(f"optim.name must be {' or '.join(get_args(Optimizers))}, got {optim.name!r}")
     for name, rates in (("betas", optim.betas), ("momentum", (optim.momentum,))):
@@ -240,8 +240,8 @@ def check_numbers(fields: dict[str, Any]) -> None:
             raise ValueError(f"{name} must not be negative, got {value}")
 
 
-def decisive(config: TrainConfig) -> dict[str, Any]:
-    """The fields that decide what is computed, by their names on the command line."""
+def fixed_settings(config: TrainConfig) -> dict[str, Any]:
+    """The settings that determine the result, which a resumed run may not change; by their names on the command line."""
     flat = flatten(asdict(config))
     return {name: value for name, value in flat.items() if name not in MAY_CHANGE and name.split(".")[0] not in MAY_CHANGE}
 
