@@ -44,7 +44,7 @@ def test_a_mixture_of_packed_and_whole_samples_is_packed() -> None:
 
 
 def test_mixtures_refuse_what_is_none() -> None:
-    with pytest.raises(ValueError, match="a share above 0 for each of its 2 sources, 1 in all"):
+    with pytest.raises(ValueError, match="a mixture needs 2 positive shares that sum to 1"):
         Mixture([Walks(0), Walks(1)], [0.5, 0.4], seed=0)
     with pytest.raises(ValueError, match=r"shares must be at least 0\.001"):
         Mixture([Walks(0), Walks(1)], [0.99999, 0.00001], seed=0)
