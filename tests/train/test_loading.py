@@ -147,7 +147,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "feature map": (lambda folder: config(folder, feature_map={}), "config.json: "),
     "alias": (lambda folder: config(folder, num_attention_heads="x"), "num_heads must be a positive integer, got 'x'"),
     "dtype": (lambda folder: weights(folder, **{"model.norm.weight": torch.ones(32, dtype=torch.int32)}), "norm.weight is torch.int32"),
-    "end": (bytes_of("generation_config.json", lambda _: b'{"eos_token_id": [1, "x"]}'), "eos_token_id must be one or more ids below vocab_size"),
+    "end": (
+        bytes_of("generation_config.json", lambda _: b'{"eos_token_id": [1, "x"]}'),
+        "eos_token_id must be one or more ids below",
+    ),
     "longest": (bytes_of("tokenizer_config.json", lambda _: b'{"model_max_length": "x"}'), "no tokenizer there that transformers can load"),
     "no object": (bytes_of("config.json", lambda _: b"[1]"), "config.json: not a JSON object but a list"),
     "no JSON": (bytes_of("config.json", lambda x: x[:-9]), "config.json: not a JSON object"),

@@ -1,4 +1,4 @@
-"""How fast requests are answered, beside lm-evaluation-harness's own Hugging Face class with the same model on the same machine."""
+"""Evaluation speed, compared with lm-evaluation-harness's Hugging Face class with the same model on the same machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def compare(
     rounds: int,
     say: Callable[[str], object],
 ) -> Iterator[Record]:
-    """Seconds to answer all requests of a task, from texts to scores, medians of interleaved rounds; hf at each of its batch sizes."""
+    """Seconds from texts to scores for all requests of a task: medians of interleaved rounds; hf at each batch size."""
     make = Recorder("eval speed", model.device)
     lms: dict[str, Any] = {"headmax": TokenLM(tokenizer, Scorer(model, tokenizer).answers)}
     with silence():
@@ -38,7 +38,7 @@ def compare(
             raise ValueError(evaluation.failures[0])
         instances = evaluation.instances(task)
         if instances[0].request_type != "loglikelihood":
-            raise ValueError(f"task {task} asks for {instances[0].request_type}; only log-likelihoods are compared")
+            raise ValueError(f"task {task} asks for {instances[0].request_type}; choose a task with log-likelihoods")
         seconds: dict[str, list[float]] = {name: [] for name in lms}
         processor: dict[str, list[float]] = {name: [] for name in lms}
         answers = {}
@@ -51,9 +51,14 @@ def compare(
                 seconds[name].append(time.perf_counter() - start)
                 processor[name].append(time.process_time() - before)
         for name, times in seconds.items():
-            apart = max(abs(a - b) for (a, _), (b, _) in zip(answers["headmax"], answers[name], strict=True))
+            largest = max(abs(a - b) for (a, _), (b, _) in zip(answers["headmax"], answers[name], strict=True))
             ratio = median(times) / median(seconds["headmax"])
-            extra: dict[str, Any] = {"headmax as fast": ratio, "largest difference": apart, "requests": len(instances), "rounds": rounds}
-            extra["processor seconds"] = median(processor[name])  # what other processes take does not count here
+            extra: dict[str, Any] = {
+                "headmax as fast": ratio,
+                "largest difference": largest,
+                "requests": len(instances),
+                "rounds": rounds,
+            }
+            extra["processor seconds"] = median(processor[name])  # unlike seconds, not affected by other processes
             extra |= {"limit": settings.limit, "mixer": model.config.mixer, "parameters": model.num_parameters()}
             yield make(task, name, "seconds", median(times), "s", **extra)

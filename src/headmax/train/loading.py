@@ -64,7 +64,7 @@ def load_config(source: str | Path) -> HeadmaxConfig:
     """The configuration of a checkpoint; an error for anything but a headmax model."""
     path = find_source(source) / CONFIG
     if not path.is_file():
-        raise FileNotFoundError(f"{source}: no config.json; give a folder written by save_pretrained or by headmax train")
+        raise FileNotFoundError(f"{source}: no config.json there; give a folder that save_pretrained wrote, or a run of headmax train")
     fields = durable.read_json(path)
     fields = fields["model"] if set(fields) >= RUN_FIELDS else fields
     if not isinstance(fields, dict):
