@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -125,10 +125,29 @@ def measure(
     op: str, case: Case, peer: str, dtype: torch.dtype, device: torch.device, rounds: int, gates: bool, lengths: tuple[int, ...]
 ) -> Iterator[Record]:
     """An op and its peer: errors, then times; then gate overhead, in pairs; then longer sequences."""
-    make, name = Recorder("kernels", device), str(case)
-    contenders = [c for c in (PEERS[peer](op), ours(op)) if c is not None]
-    steps: dict[str, Steps] = {}
-    for contender in contenders:
+    make = Recorder("kernels", device)
+    steps = yield from check_accuracy(make, op, case, peer, dtype, device)
+    yield from measure_times(make, op, case, steps, dtype, device, rounds)
+    if gates:
+        yield from gate_overhead(make, op, case, steps["headmax"], dtype, device, rounds)
+    for time in lengths:
+        longer = replace(case, time=time)
+        step = Steps(ours(op), longer, dtype, device)
+        memory = peak_memory(step.both, device)
+        seconds = interleaved({"": step.both}, device, max(3, rounds // 2), warmup=0)[""]
+        yield make(str(longer), "headmax", f"{op}/time per token", 1e6 * median(seconds) / (time * case.batch), "us")
+        if memory is not None:
+            yield make(str(longer), "headmax", f"{op}/memory per token", memory / (time * case.batch), "bytes")
+
+
+def check_accuracy(
+    make: Recorder, op: str, case: Case, peer: str, dtype: torch.dtype, device: torch.device
+) -> Generator[Record, None, dict[str, Steps]]:
+    """Runs each implementation and yields its error; returns those that run. ValueError for an inaccurate one."""
+    name, steps = str(case), {}
+    for contender in (PEERS[peer](op), ours(op)):
+        if contender is None:
+            continue
         step = Steps(contender, case, dtype, device)
         try:
             step.forward()  # at full size first, as a peer may autotune on its first input
@@ -144,15 +163,22 @@ def measure(
             allowed = f"(allowed {TOLERANCE[dtype]:.0e})"
             raise ValueError(f"{contender.impl} {op} is {off:.1e} from the oracle {allowed}: no speed is reported")
         steps[contender.impl] = step
-    ceilings = Ceilings.of(device)
+    return steps
+
+
+def measure_times(
+    make: Recorder, op: str, case: Case, steps: Mapping[str, Steps], dtype: torch.dtype, device: torch.device, rounds: int
+) -> Iterator[Record]:
+    """Times of the forward pass, and of the forward and backward pass, with throughput."""
+    name, ceilings = str(case), Ceilings.of(device)
     for metric, passes in (("forward", 1), ("forward+backward", 3)):
         functions = {impl: step.forward if passes == 1 else step.both for impl, step in steps.items()}
-        for impl, times in interleaved(functions, device, rounds).items():
-            taken = median(times)
+        for impl, seconds in interleaved(functions, device, rounds).items():
+            taken = median(seconds)
             flops, moved = (passes * n for n in (SPECS[op].flops(case), SPECS[op].bytes_moved(case, dtype.itemsize)))
             extra: dict[str, Any] = {
                 "rounds": rounds,
-                "best": 1e3 * min(times),
+                "best": 1e3 * min(seconds),
                 "TFLOP/s": flops / taken / 1e12,
                 "GB/s": moved / taken / 1e9,
             }
@@ -162,24 +188,21 @@ def measure(
                 extra["triton"] = triton.__version__
                 extra["roofline"] = max(flops / ceilings.flops, moved / ceilings.bytes) / taken
             yield make(name, impl, f"{op}/{metric}", 1e3 * taken, "ms", **extra)
-    if gates:
-        gated = Steps(ours(op), replace(case, gates="both"), dtype, device)
-        pairs = interleaved({"gated": gated.both, "plain": steps["headmax"].both}, device, max(50, rounds), warmup=3)
-        ratio, interval = paired(pairs["gated"], pairs["plain"])
-        yield make(name, "headmax", f"{op}/gated over plain", ratio, "ratio", pairs=len(pairs["plain"]), interval=interval)
-        if device.type == "cuda":
-            without, with_gates = kernel_times(steps["headmax"].both), kernel_times(gated.both)
-            for kernel in dict.fromkeys((*without, *with_gates)):
-                (bare, once), (taken, launches) = (times.get(kernel, (0.0, 0.0)) for times in (without, with_gates))
-                yield make(name, "headmax", f"{op}/{kernel}", 1e6 * bare, "us", gated=1e6 * taken, launches=max(once, launches))
-    for time in lengths:
-        longer = replace(case, time=time)
-        step = Steps(ours(op), longer, dtype, device)
-        memory = peak_memory(step.both, device)
-        times = interleaved({"": step.both}, device, max(3, rounds // 2), warmup=0)[""]
-        yield make(str(longer), "headmax", f"{op}/time per token", 1e6 * median(times) / (time * case.batch), "us")
-        if memory is not None:
-            yield make(str(longer), "headmax", f"{op}/memory per token", memory / (time * case.batch), "bytes")
+
+
+def gate_overhead(
+    make: Recorder, op: str, case: Case, plain: Steps, dtype: torch.dtype, device: torch.device, rounds: int
+) -> Iterator[Record]:
+    """The ratio of times with and without gates and, on a GPU, the time of each kernel."""
+    name, gated = str(case), Steps(ours(op), replace(case, gates="both"), dtype, device)
+    pairs = interleaved({"gated": gated.both, "plain": plain.both}, device, max(50, rounds), warmup=3)
+    ratio, interval = paired(pairs["gated"], pairs["plain"])
+    yield make(name, "headmax", f"{op}/gated over plain", ratio, "ratio", pairs=len(pairs["plain"]), interval=interval)
+    if device.type == "cuda":
+        without, with_gates = kernel_times(plain.both), kernel_times(gated.both)
+        for kernel in dict.fromkeys((*without, *with_gates)):
+            (base, once), (taken, launches) = (seconds.get(kernel, (0.0, 0.0)) for seconds in (without, with_gates))
+            yield make(name, "headmax", f"{op}/{kernel}", 1e6 * base, "us", gated=1e6 * taken, launches=max(once, launches))
 
 
 def bench(

@@ -67,8 +67,8 @@ class Input(Protocol):
         """{"bytes": number read so far, "blake2b": their hash}; None if they cannot be read again."""
         ...
 
-    def matches(self, content: dict[str, Any], read: Callable[[int], None]) -> bool:
-        """Whether its first bytes still match `content`; `read` is called with the size of each block read."""
+    def matches(self, content: dict[str, Any], on_read: Callable[[int], None]) -> bool:
+        """Whether its first bytes still match `content`; `on_read` is called with the size of each block read."""
         ...
 
 
@@ -95,10 +95,10 @@ class ContentHash:
         self.bytes += len(part)
         self.hash.update(part)
 
-    def read(self, file: BinaryIO, limit: int, read: Callable[[int], None] = lambda count: None) -> None:
+    def read(self, file: BinaryIO, limit: int, on_read: Callable[[int], None] = lambda count: None) -> None:
         while self.bytes < limit and (part := file.read(min(2**20, limit - self.bytes))):
             self.add(part)
-            read(len(part))
+            on_read(len(part))
 
     def to_json(self) -> dict[str, Any]:
         return {"bytes": self.bytes, "blake2b": self.hash.hexdigest()}
@@ -143,10 +143,10 @@ class FileInput:
     def content(self) -> dict[str, Any]:
         return self.content_hash.to_json()
 
-    def matches(self, content: dict[str, Any], read: Callable[[int], None]) -> bool:
+    def matches(self, content: dict[str, Any], on_read: Callable[[int], None]) -> bool:
         actual = ContentHash()
         with _opened(self.path) as file:
-            actual.read(file, content["bytes"], read)
+            actual.read(file, content["bytes"], on_read)
         return actual.to_json() == content
 
     def read(self, state: Any = None) -> Iterator[Text]:
@@ -256,7 +256,7 @@ class HubInput:
     def content(self) -> None:
         return None
 
-    def matches(self, content: dict[str, Any], read: Callable[[int], None]) -> bool:
+    def matches(self, content: dict[str, Any], on_read: Callable[[int], None]) -> bool:
         return True
 
     def read(self, state: Any = None) -> Iterator[Text]:

@@ -49,7 +49,7 @@ def sentences(text: str) -> list[str]:
 
 
 @functools.cache
-def words() -> tuple[list[str], list[str]]:
+def adjectives_and_nouns() -> tuple[list[str], list[str]]:
     """(adjectives, nouns) of the package wonderwords."""
     from wonderwords import RandomWord
 
@@ -62,7 +62,7 @@ def generated_prose(number: int = 4000, seed: int = 0) -> list[str]:
     from wonderwords import RandomWord
 
     rng = random.Random(seed)
-    adjectives, nouns = words()
+    adjectives, nouns = adjectives_and_nouns()
     verbs = sorted(set(RandomWord().filter(include_categories=["verb"])))
 
     def thing(article: str) -> str:
@@ -89,7 +89,7 @@ class Needles:
     def samples(self, number: int, count_tokens: Callable[[str], int], seed: int = 42) -> Iterator[Sample]:
         """`number` prompts, determined by the seed, with needles evenly spread over the depths."""
         rng = random.Random(f"{seed} {self.task} {self.length}")
-        adjectives, nouns = words()
+        adjectives, nouns = adjectives_and_nouns()
         limit = self.length - ANSWER_TOKENS
 
         def draw(index: int) -> tuple[str, str, int]:

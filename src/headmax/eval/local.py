@@ -155,7 +155,7 @@ def rows(task: str, folder: Path) -> tuple[list[Row], str]:
     formats = FILES[task]
     path = find(folder, *(name for form in formats for name in form.names))
     form = next(form for form in formats if path.name.removesuffix(".xz") in form.names)
-    found = list(form.read(path))
-    if not found:
+    content = list(form.read(path))
+    if not content:
         raise ValueError(f"{path}: no rows")
-    return found, path.name.removesuffix(".xz")
+    return content, path.name.removesuffix(".xz")

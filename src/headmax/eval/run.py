@@ -198,7 +198,7 @@ class Evaluation:
     ) -> list[Record]:
         make = Recorder("eval", "cpu")
         make.device, make.commit = source.device, source.commit  # of the scores, not of this process
-        made = []
+        results = []
         for task, measured in metrics.items():
             about: dict[str, Any] = {"model": model, "checkpoint": source.checkpoint, "dtype": source.dtype}
             about |= {"limit": self.settings.limit, "max_length": self.settings.length(task), "cut": requests.cut(asked[task])}
@@ -211,8 +211,8 @@ class Evaluation:
                 unit = UNITS.get(metric.name, "perplexity")
                 seed = self.settings.seed if task in (*names.NIAH, *names.MQAR) else None
                 extra = about | {"stderr": metric.stderr, "n": metric.n}
-                made.append(make(task, "headmax", metric.name, metric.value, unit, seed, **extra))
-        return made
+                results.append(make(task, "headmax", metric.name, metric.value, unit, seed, **extra))
+        return results
 
 
 def model_name(config: HeadmaxConfig, fallback: str) -> str:

@@ -115,15 +115,15 @@ class Scorer:
     def _long(self, row: tuple[int, ...], targets: tuple[int, ...], cache: HeadmaxCache | None) -> tuple[Tensor, Tensor]:
         """`_predict` of one long row, read in pieces."""
         cache = cache or HeadmaxCache(self.model.config.num_hidden_layers)
-        first, found = len(row) - len(targets), []
+        first, parts = len(row) - len(targets), []
         for start in range(0, len(row), self.limits.tokens):
             piece = torch.tensor([row[start : start + self.limits.tokens]], device=self.model.device)
             hidden = self.model.model(piece, past_key_values=cache, use_cache=True).last_hidden_state[0]
             skipped = max(0, first - start)
             if skipped < len(hidden):
                 end = start + len(hidden)
-                found.append(self._targets(hidden[skipped:], targets[start + skipped - first : end - first]))
-        logprobs, hits = zip(*found, strict=True)
+                parts.append(self._targets(hidden[skipped:], targets[start + skipped - first : end - first]))
+        logprobs, hits = zip(*parts, strict=True)
         return torch.cat(logprobs), torch.cat(hits)
 
     def _forked(self, by_context: dict[tuple[int, ...], list[Request]]) -> Iterator[list[Score]]:
@@ -173,7 +173,7 @@ class Scorer:
             targets = [asked[k][1].targets for k in members]
             parts.append(self._predict([tokens[:-1] for tokens in targets], [tokens[1:] for tokens in targets], forked))
             owner += [k for k in members for _ in asked[k][1].targets[1:]]
-        logprobs, hits = (torch.cat(found) for found in zip(*parts, strict=True))
+        logprobs, hits = (torch.cat(column) for column in zip(*parts, strict=True))
         return _sums([request for _, request in asked], logprobs, hits, owner)
 
     def _targets(self, hidden: Tensor, targets: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -206,8 +206,8 @@ class Scorer:
                 for request, prefix in members
             ]
             longest = max(len(request.context) + request.max_new_tokens for request, _ in members)
-            made = self._engine(rows, longest).generate(texts)
-            yield [self._text(request, completion.tokens) for (request, _), completion in zip(members, made, strict=True)]
+            completions = self._engine(rows, longest).generate(texts)
+            yield [self._text(request, completion.tokens) for (request, _), completion in zip(members, completions, strict=True)]
 
     def _text(self, request: Request, tokens: list[int]) -> Score:
         """Decodes the text as a whole: token by token, invalid UTF-8 would decode differently."""
@@ -218,8 +218,11 @@ class Scorer:
     @property
     def end_tokens(self) -> list[int]:
         """End-of-text tokens of the tokenizer and the model, as in the harness."""
-        own = self.model.config.eos_token_id
-        ends = {None if self.tokenizer is None else self.tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])}
+        model_ends = self.model.config.eos_token_id
+        ends = {
+            None if self.tokenizer is None else self.tokenizer.eos_token_id,
+            *(model_ends if isinstance(model_ends, list) else [model_ends]),
+        }
         return sorted(token for token in ends if token is not None and token < self.model.config.vocab_size)
 
     def _engine(self, rows: int, length: int) -> Engine:

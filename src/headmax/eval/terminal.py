@@ -70,14 +70,14 @@ def make_metrics(evaluation: Evaluation, tasks: Sequence[str], place: Place, out
     with Console(stderr=True).status("metrics") as status:
         metrics = evaluation.metrics([task for task in remaining if task in asked], file.scores, status.update)
     name = place.name or model_name(evaluation.config, Path(place.checkpoint).resolve().name)
-    made = evaluation.records(metrics, asked, file.source, name)
-    records.append(out or place.work / RECORDS, made)
+    results = evaluation.records(metrics, asked, file.source, name)
+    records.append(out or place.work / RECORDS, results)
     table = Table(["task", "metric", "value", "± standard error", "n"], title=name)
-    for record in made:
+    for record in results:
         error = record.extra["stderr"]
         cells = [f"{record.value:.4f}", "" if error is None else f"{error:.4f}", str(record.extra["n"])]
         table.rows.append([record.case, record.metric, *cells])
-    if made:
+    if results:
         Console(width=None if sys.stdout.isatty() else 120).print(table.terminal())
 
 

@@ -18,29 +18,29 @@ class OptimConfig:
     """AdamW, or Muon with AdamW, with gradient-norm clipping."""
 
     name: Optimizers = "adamw"
-    """adamw; muon takes the projections of the blocks, and leaves embeddings, head gates, convolutions and vectors to AdamW."""
+    """adamw; or muon for the projections of the blocks, with AdamW for embeddings, head gates, convolutions and vectors."""
     lr: float = 1e-3
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay rates of AdamW's moments."""
     eps: float = 1e-8
-    """AdamW's epsilon, added to the root of the second moment."""
+    """AdamW's epsilon."""
     weight_decay: float = 0.1
-    """Decay of matrices: projections, embeddings, short convolutions, head gates; not of norms, A_log, dt_bias and biases."""
+    """Weight decay of matrices: projections, embeddings, short convolutions, head gates; not of norms, A_log, dt_bias and biases."""
     momentum: float = 0.95
-    """Muon's."""
+    """Muon's momentum."""
     grad_clip: float = 1.0
-    """Largest norm of the gradient; larger ones are scaled down."""
+    """Clip the gradient to this norm."""
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """The learning rate: linear warm-up to its peak, then a cosine decay, or the peak and a linear decay at the end; counted in tokens."""
+    """The learning rate by tokens: linear warm-up, then cosine decay, or a constant rate with linear decay at the end."""
 
     shape: Shape = "cosine"
-    """cosine falls from the end of warm-up on; wsd (warm-up, stable, decay) stays at the peak until the last decay_fraction."""
+    """cosine decays after warm-up; wsd (warm-up, stable, decay) stays at the peak until the last decay_fraction."""
     decay_fraction: float = 0.2
-    """Share of the token budget over which wsd falls to final_lr."""
+    """Fraction of the token budget over which wsd decays to final_lr."""
     warmup_tokens: int = 500_000_000
     """Tokens of warm-up."""
     start_lr: float = 3e-5
@@ -56,13 +56,13 @@ class ComputeConfig:
     precision: Precision = "bfloat16"
     """Precision of the matrix products."""
     micro_batch: int = 8
-    """Most sequences that a device processes at once; its share of the batch is split evenly into as few parts as that allows."""
+    """Most sequences that a device processes at a time; its share of the batch is split evenly into as few micro-batches as possible."""
     compile: bool | None = None
-    """Compile the blocks with torch.compile; on a GPU only, unless given."""
+    """Compile the blocks with torch.compile; unless given, on a GPU only."""
     activation_checkpointing: bool = False
     """Keep only the inputs of blocks and recompute the rest in the backward pass."""
     cuda_graph: bool | None = None
-    """Run micro-steps as CUDA graphs; unless given, where one process trains on a GPU and the other settings allow it."""
+    """Run micro-steps as CUDA graphs; unless given, if a single process trains on a GPU and the other settings allow it."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,11 @@ class ParallelConfig:
     strategy: Strategy = "ddp"
     """ddp replicates the model; fsdp (FSDP2) shards parameters, gradients and optimizer states."""
     shard: int | None = None
-    """Processes over which fsdp shards a copy of the model, such as those of a node, with a copy for each so many; all unless given."""
+    """Processes over which fsdp shards each copy of the model, such as those of a node; unless given, all share one copy."""
     context: int = 1
-    """Processes that share each sequence, a piece each; it divides their number and the sequence length."""
+    """Processes that share each sequence, in pieces; must divide the number of processes and the sequence length."""
     tensor: int = 1
-    """Processes that share the heads, the columns of each MLP and the vocabulary; it divides these, and the number of processes."""
+    """Processes that share heads, MLP columns and vocabulary; must divide each of these, and the number of processes."""
 
     def __post_init__(self) -> None:
         if self.strategy not in get_args(Strategy):
@@ -94,7 +94,7 @@ class CheckpointConfig:
     milestone_every: int = 0
     """Also keep those at multiples of this many steps; 0 for none."""
     final: bool = True
-    """Write one when the run ends."""
+    """Write one at the end of the run."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class EvalConfig:
     sequences: int = 128
     """Held-out sequences, the same for all seeds; rounded down to an equal share for each process."""
     accuracy: bool = False
-    """Also measure the share of labels predicted exactly. This holds all logits in memory and is meant for recall tasks."""
+    """Also measure the fraction of labels predicted exactly; for recall tasks, as it keeps all logits in memory."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """AdamW on a cosine, counted in tokens, unless told otherwise; the defaults are the paper's, and GLA's recipe where it points there."""
+    """Settings of a training run. Defaults are the paper's and, where it refers to it, those of GLA's recipe."""
 
     token_budget: int = 15_000_000_000
     """Tokens to train on."""
@@ -132,19 +132,19 @@ class TrainConfig:
     batch_tokens: int = 524_288
     """Tokens per optimizer step, over all devices."""
     documents: Documents = "concatenate"
-    """Whether the state runs on across the documents of a sequence, as in the paper, or starts anew with each."""
+    """Whether the state continues across documents of a sequence, as in the paper, or is reset for each."""
     gate_balance: float = 0.0
-    """Weight of a load-balancing loss, H Σ_h p_h² - 1 with p_h the mean gate of head h; it is 0 where all heads are used equally."""
+    """Weight of the load-balancing loss H Σ_h p_h² - 1, where p_h is the mean gate of head h; it is 0 if all heads are used equally."""
     seed: int = 0
     """Random seed for initialisation and data order."""
     max_steps: int | None = None
-    """Stop after this many steps, without changing the schedule; at the end of the token budget unless given."""
+    """Stop after this many steps, without changing the schedule; unless given, at the end of the token budget."""
     checkpoint_every: int = 500
     """Steps between checkpoints; 0 for one at the end only."""
     max_skipped_steps: int = 10
     """Skip at most this many steps with a NaN or Inf loss or gradient before stopping."""
     device: str = "auto"
-    """Where to run; auto takes a GPU if there is one."""
+    """Device to train on; auto is a GPU if available."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     compute: ComputeConfig = field(default_factory=ComputeConfig)
