@@ -148,7 +148,7 @@ def test_no_memory_says_what_to_make_smaller(tmp_path: Path, monkeypatch: pytest
     assert checkpoints(tmp_path / "run") == ["step-00000004"]
     ways = "a smaller --compute.micro-batch (now 2), --compute.activation-checkpointing, "
     ways += "or on several GPUs --parallel.strategy fsdp"
-    assert str(error.value) == f"a step does not fit: give {ways}. CUDA out of memory. Tried to allocate 2.00 GiB."
+    assert str(error.value) == f"a step does not fit into memory: try {ways}. CUDA out of memory. Tried to allocate 2.00 GiB."
     train(tmp_path / "run", max_steps=8, compute_activation_checkpointing=True)
     torch.testing.assert_close(parameters(tmp_path / "run"), parameters(tmp_path / "whole"))
 

@@ -152,16 +152,16 @@ def check_accuracy(
         try:
             step.forward()  # at full size first, as a peer may autotune on its first input
             step.both()
-            off = error(contender, case, dtype, device)
+            deviation = error(contender, case, dtype, device)
         except RuntimeError as refused:
             if contender.impl == "headmax":
                 raise
             yield make(name, contender.impl, f"{op}/refused", 1, "", reason=str(refused).splitlines()[0])
             continue
-        yield make(name, contender.impl, f"{op}/error", off, "relative")
-        if not off <= TOLERANCE[dtype]:
+        yield make(name, contender.impl, f"{op}/error", deviation, "relative")
+        if not deviation <= TOLERANCE[dtype]:
             allowed = f"(allowed {TOLERANCE[dtype]:.0e})"
-            raise ValueError(f"{contender.impl} {op} is {off:.1e} from the oracle {allowed}: no speed is reported")
+            raise ValueError(f"{contender.impl} {op} is {deviation:.1e} from the oracle {allowed}: no speed is reported")
         steps[contender.impl] = step
     return steps
 

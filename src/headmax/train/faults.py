@@ -33,7 +33,8 @@ class NoMemory(RuntimeError):
         ways = f"a smaller --compute.micro-batch (now {compute.micro_batch})"
         if not compute.activation_checkpointing:
             ways += ", --compute.activation-checkpointing"
-        super().__init__(f"a step does not fit: give {ways}, or on several GPUs --parallel.strategy fsdp. {str(error).splitlines()[0]}")
+        ways += ", or on several GPUs --parallel.strategy fsdp"
+        super().__init__(f"a step does not fit into memory: try {ways}. {str(error).splitlines()[0]}")
 
 
 class DeviceLost(RuntimeError):

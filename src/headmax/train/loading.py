@@ -83,7 +83,7 @@ def load_model(source: str | Path, device: str | torch.device = "cpu", dtype: to
     config.dtype = dtype
     with torch.device("meta"):
         model = HeadmaxForCausalLM(config)
-    # _check has compared the names.
+    # Not strict, as tied weights may be stored once; _check has compared the names.
     model.load_state_dict({name: x.to(device, dtype) for name, x in weights.items()}, strict=False, assign=True)
     model.tie_weights()
     if run:  # in training data a document ends where the first token of the next begins

@@ -62,9 +62,7 @@ def training(
         raise ValueError(f"model.vocab_size is {model.vocab_size}, but the data has {source.vocab_size} tokens: give at least that many")
     if config.gate_balance > 0 and model.head_gate is None:
         raise ValueError(f"gate_balance is {config.gate_balance}, but the model has no head gates to balance: set it to 0")
-    tokenizer_files = {} if tokenizer is None else {"tokenizer.json": durable.read_text(tokenizer / "tokenizer.json")}
-    if tokenizer is not None and (tokenizer / CHAT_TEMPLATE).is_file():
-        tokenizer_files[CHAT_TEMPLATE] = durable.read_text(tokenizer / CHAT_TEMPLATE)
+    tokenizer_files = {} if tokenizer is None else read_tokenizer_files(tokenizer)
     with (
         join(config.device, config.parallel.context, config.parallel.tensor) as world,
         sole_run(out, world),
@@ -99,6 +97,12 @@ def fit(model: HeadmaxConfig, config: TrainConfig, source: Source, out: Path, **
     """
     with training(model, config, source, out, **options) as trainer:
         return trainer.run()
+
+
+def read_tokenizer_files(folder: Path) -> dict[str, str]:
+    """The texts of tokenizer.json and, if there is one, of the chat template, by file name."""
+    names = ["tokenizer.json", *([CHAT_TEMPLATE] if (folder / CHAT_TEMPLATE).is_file() else [])]
+    return {name: durable.read_text(folder / name) for name in names}
 
 
 RUN = durable.Owner("a run of headmax train", is_run)
