@@ -134,7 +134,7 @@ def test_a_nan_in_the_gates_is_no_report(headmax: Any, tmp_path: Path) -> None:
         ("[]\n", "metrics.jsonl:1: not a line of metrics: must be a JSON object"),
         ("{}\n", "metrics.jsonl:1: not a line of metrics: .* is missing"),
         ("[" * 100_000 + "\n", "metrics.jsonl:1: not a line of metrics: nested too deep"),
-        ("", "no step there that was not skipped"),
+        ("", "all steps were skipped, so there is nothing to plot"),
     ],
 )
 def test_metrics_that_are_none(content: str, said: str, run: Path, tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def warm(job: tuple[str, str, int]) -> tuple[tuple[str, str, int], dict[str, str
 
 
 def times(op: str, width: str, rounds: int = 5) -> dict[str, float]:
-    """Microseconds of each kernel in one forward and backward pass of B=8 T=4096 H=4."""
+    """Microseconds each kernel takes in one forward and backward pass of B=8 T=4096 H=4."""
     triton_tiles.forget()
     run = step(op, width, time=4096)
     run()

@@ -15,7 +15,7 @@ Documents = Literal["concatenate", "separate"]
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW, or Muon with AdamW, with gradient-norm clipping."""
+    """AdamW or Muon, with gradient-norm clipping."""
 
     name: Optimizers = "adamw"
     """adamw; or muon for the projections of the blocks, with AdamW for embeddings, head gates, convolutions and vectors."""
@@ -28,7 +28,7 @@ class OptimConfig:
     weight_decay: float = 0.1
     """Weight decay of matrices: projections, embeddings, short convolutions, head gates; not of norms, A_log, dt_bias and biases."""
     momentum: float = 0.95
-    """Muon's momentum."""
+    """Momentum of Muon."""
     grad_clip: float = 1.0
     """Clip the gradient to this norm."""
 
