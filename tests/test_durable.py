@@ -73,9 +73,9 @@ def test_evaluations_and_pictures_keep_out_of_folders_of_others(model: Path, tmp
     before = contents(model)
     with pytest.raises(ValueError, match="holds other files; choose a new or empty folder, or one with an earlier evaluation"):
         evaluate(Place(model, model, model), "mqar", Settings(), "requests", None, None, None, None)
-    with pytest.raises(ValueError, match="holds other files; choose a new or empty folder, or one with pictures and records alone"):
+    with pytest.raises(ValueError, match="holds other files; choose a new or empty folder, or one with only pictures and records"):
         save_figure(subplots(figsize=(2, 2))[0], model, "curves")
-    with pytest.raises(ValueError, match=r"no file of records"):
+    with pytest.raises(ValueError, match=r"not a file of records"):
         evaluate(Place(model, model, tmp_path / "work"), "mqar", Settings(), "requests", model / "config.json", None, None, None)
     assert contents(model) == before
     for _ in range(2):
@@ -98,7 +98,7 @@ def test_an_output_that_is_an_input_is_refused(model: Path, tmp_path: Path) -> N
     for out in (text, link):
         with pytest.raises(ValueError, match="read and to be written, which would destroy it"):
             inspect(str(model), file=text, out=out)
-    with pytest.raises(ValueError, match="there already, and no HTML page"):
+    with pytest.raises(ValueError, match="exists and is not an HTML page"):
         inspect(str(model), prompt="x", out=model / "config.json")
     with pytest.raises(ValueError, match="there already, and no prefix"):
         generate(str(model), prompt="x", save_prefix=model / "model.safetensors", device="cpu")
@@ -191,7 +191,7 @@ def test_pictures_go_beside_a_picture_that_a_killed_process_left(tmp_path: Path)
 
 def test_records_go_behind_records_only(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}\n")
-    with pytest.raises(ValueError, match=r"config\.json: no file of records"):
+    with pytest.raises(ValueError, match=r"config\.json: not a file of records"):
         records.append(tmp_path / "config.json", [])
     assert (tmp_path / "config.json").read_text() == "{}\n"
 
@@ -203,7 +203,7 @@ def test_a_name_stays_in_its_folder(name: object) -> None:
 
 
 def test_a_manifest_that_names_files_elsewhere(run: Path, tmp_path: Path) -> None:
-    (folder,) = checkpoint.finished(run / "checkpoints")
+    (folder,) = checkpoint.list_checkpoints(run / "checkpoints")
     copy = shutil.copytree(folder, tmp_path / folder.name)
     assert checkpoint.problem(copy) is None
     manifest = json.loads((copy / "manifest.json").read_text())

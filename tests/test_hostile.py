@@ -134,7 +134,7 @@ def test_a_nan_in_the_gates_is_no_report(headmax: Any, tmp_path: Path) -> None:
         ("[]\n", "metrics.jsonl:1: not a line of metrics: must be a JSON object"),
         ("{}\n", "metrics.jsonl:1: not a line of metrics: .* is missing"),
         ("[" * 100_000 + "\n", "metrics.jsonl:1: not a line of metrics: nested too deep"),
-        ("", "no step there that was not skipped"),
+        ("", "all steps were skipped, so there is nothing to plot"),
     ],
 )
 def test_metrics_that_are_none(content: str, said: str, run: Path, tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_a_summary_that_is_none(change: dict[str, Any], run: Path, tmp_path: Pat
 
 def sealed(run: Path, name: str, content: Callable[[bytes], bytes]) -> Path:
     """The newest checkpoint with other content in some files and a manifest that knows of it."""
-    folder = checkpoint.finished(run / "checkpoints")[-1]
+    folder = checkpoint.list_checkpoints(run / "checkpoints")[-1]
     for path in folder.glob(name):
         path.write_bytes(content(path.read_bytes()))
     (folder / checkpoint.MANIFEST).write_text(json.dumps({"files": checkpoint.fingerprints(folder)}))
@@ -169,7 +169,7 @@ def sealed(run: Path, name: str, content: Callable[[bytes], bytes]) -> Path:
 def test_a_position_that_is_none(change: dict[str, Any], run: Path, tmp_path: Path) -> None:
     shutil.copytree(run, tmp_path / "run")
     sealed(tmp_path / "run", checkpoint.PROGRESS, lambda text: json.dumps(json.loads(text) | change).encode())
-    with pytest.raises(ValueError, match=r"train\.json: not the position of a run: "):
+    with pytest.raises(ValueError, match=r"train\.json: not the progress of a run: "):
         train(tmp_path / "run", max_steps=3)
 
 
@@ -206,7 +206,7 @@ def test_an_index_that_leads_nowhere(name: str, change: dict[str, Any], data: tu
     index = json.loads((tmp_path / "d/index.json").read_text())
     (tmp_path / "d/index.json").unlink()
     (tmp_path / "d" / name).write_text(json.dumps(index | change))
-    with pytest.raises(ValueError, match=rf"{name}: (not an index of prepared data|its cursor .* is no place)"):
+    with pytest.raises(ValueError, match=rf"{name}: (not an index of prepared data|cursor .* is not a position)"):
         prepare(config, tmp_path / "d", workers=1)
 
 
@@ -216,13 +216,13 @@ def test_documents_in_no_order_are_not_trained_on(data: tuple[PrepareConfig, Pat
     starts[1:] = starts[1] - 1
     starts.tofile(folder / "train-00000.documents")
     source = TokenShards(folder, length=256, seed=0, documents="separate")
-    with pytest.raises(ValueError, match="documents do not begin one after the other"):
+    with pytest.raises(ValueError, match="documents do not begin in increasing order"):
         source.batch(range(source.num_samples))
 
 
 @pytest.mark.parametrize("name", ["hf:", "hf:a b", "hf:/x"])
 def test_a_dataset_without_a_name(name: str) -> None:
-    with pytest.raises(ValueError, match=r"is hf:owner/name\[:configuration\]\[@split\]"):
+    with pytest.raises(ValueError, match=r"not a dataset of the hub; give hf:owner/name\[:configuration\]\[@split\]"):
         find([name], Options())
 
 

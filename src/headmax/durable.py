@@ -1,4 +1,4 @@
-"""Files and folders that are whole or not there, whenever the power goes; written by one process, and over nothing but its own."""
+"""Atomic writes of files and folders, durable across power failures; locks and ownership of output folders."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from safetensors import SafetensorError
 logger = logging.getLogger("headmax")
 
 UNFINISHED = ".tmp"
-"""Ends the name of what is being written."""
+"""Suffix of files and folders that are being written."""
 
 
 class WriteError(OSError, ValueError):
-    """What could not be written, and why, in one line."""
+    """A failed write, with its path and reason in one line."""
 
     def __str__(self) -> str:
         return f"{self.filename}: cannot be written to: {self.strerror}"
@@ -31,7 +31,7 @@ class WriteError(OSError, ValueError):
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """What the system or safetensors says of a failed write becomes a `WriteError` that names `path`."""
+    """Turns errors of the system and of safetensors into a `WriteError` that names `path`."""
     try:
         yield
     except WriteError:
@@ -43,14 +43,14 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write(path: Path, content: str | bytes) -> None:
-    """The whole content, on disk, in place of what was there before; or an error, and what was there before."""
+    """Replaces a file atomically, and waits until it is on disk; on an error the old file stays."""
     with replacing(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A file that takes the place of `path` once all of it is written and on disk, and goes if it cannot be; one process at a time."""
+    """A temporary file that replaces `path` atomically once it is on disk, and is removed on an error. Locks out other processes."""
     target = Path(os.path.realpath(path))
     unfinished = target.with_name(target.name + UNFINISHED)
     with writing(path):
@@ -70,7 +70,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A folder to fill that becomes `out`, which must be new or empty, once all of it is on disk, and goes if it cannot be."""
+    """A temporary folder that becomes `out`, which must be new or empty, once it is on disk; it is removed on an error."""
     target = Path(os.path.realpath(out))
     unfinished = target.with_name(f".{target.name}{UNFINISHED}")
     with writing(out):
@@ -89,7 +89,7 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 def append(path: Path, content: bytes) -> None:
-    """All of it behind what is there, or nothing; several processes may share a file."""
+    """Appends all of `content` or nothing; several processes may share a file."""
     with writing(path):
         refuse_special(path)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -124,13 +124,13 @@ def _remove(path: Path) -> None:
 
 
 def sync(file: IO) -> None:
-    """What was written is on disk when this returns."""
+    """Waits until everything written to the file is on disk."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:
-    """Names too must reach the disk, where the file system has a way to."""
+    """Waits until the names in a folder are on disk, if the file system supports that."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -143,15 +143,15 @@ def sync_folder(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Owner:
-    """Whose folder it is: what a command writes, recognised by what is always in it."""
+    """Recognises the output folders of a command by their contents."""
 
     content: str
-    """In words, such as "a training run"."""
+    """For messages, such as "a training run"."""
     recognises: Callable[[Path], bool]
 
 
 def claim(folder: Path, owner: Owner | None = None) -> None:
-    """Raises where a folder holds anything and is not the owner's, before anything is written to it."""
+    """ValueError if a folder is not empty and not the owner's; call it before writing anything."""
     with writing(folder):
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"{folder}: a file, where a folder is to be written")
@@ -164,7 +164,7 @@ def claim(folder: Path, owner: Owner | None = None) -> None:
 
 
 def refuse_inputs(out: Path, *inputs: Path | None) -> None:
-    """Raises where the file to be written is one of those that are read, by whatever name or link."""
+    """ValueError if the output file is also an input, under any name or link."""
     with writing(out):
         refuse_special(out)
         for path in inputs:
@@ -173,7 +173,7 @@ def refuse_inputs(out: Path, *inputs: Path | None) -> None:
 
 
 def refuse_special(out: Path) -> None:
-    """Raises where a file cannot be written, such as in place of a folder, a device or a pipe, or below a file."""
+    """ValueError if `out` cannot be a file: it is a folder, device or pipe, or below a file."""
     if out.is_dir():
         raise ValueError(f"{out}: a folder, where a file is to be written")
     if out.exists() and not out.is_file():
@@ -185,7 +185,7 @@ def refuse_special(out: Path) -> None:
 
 @contextlib.contextmanager
 def sole_user(folder: Path) -> Iterator[None]:
-    """Makes the folder and keeps other processes from writing to it; a lock of the system's, which a killed process leaves free."""
+    """Creates the folder if necessary, and locks it against other processes; the system releases the lock of a killed process."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder, os.O_RDONLY)
@@ -197,7 +197,7 @@ def sole_user(folder: Path) -> Iterator[None]:
 
 
 def _lock(handle: int, path: Path) -> None:
-    """Until the handle is closed; ValueError where another process has it."""
+    """Locks a file or folder until the handle is closed; ValueError if another process has locked it."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -207,14 +207,14 @@ def _lock(handle: int, path: Path) -> None:
 
 
 def file_name(name: Any, where: object) -> str:
-    """`name` as it is, if it names a file in the folder it is looked for in; `where` says who names it."""
+    """Returns `name` if it is a plain file name, without a path; an error begins with `where`, which contained it."""
     if not isinstance(name, str) or name in ("", ".", "..") or any(sign in name for sign in "/\\\0"):
         raise ValueError(f"{where}: {name!r} is no name of a file beside it")
     return name
 
 
 def read_text(path: Path) -> str:
-    """The text of a file in UTF-8; one line says what is wrong with it."""
+    """The text of a file in UTF-8; errors are one line."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -228,7 +228,7 @@ def read_text(path: Path) -> str:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What a JSON text holds; ValueError for any that holds nothing, also one nested too deep for Python."""
+    """The value of a JSON text; ValueError if it is invalid or nested too deep for Python."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -236,7 +236,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_json(path: Path, what: str = "a JSON object") -> dict[str, Any]:
-    """The object in a JSON file, which is `what`."""
+    """The object in a JSON file; errors call it `what`."""
     text = read_text(path)
     try:
         fields = parse_json(text)

@@ -1,4 +1,4 @@
-"""Values compared with the types that a dataclass states: of a JSON file, or of settings."""
+"""Type checks of JSON values and settings against the annotations of a dataclass."""
 
 from __future__ import annotations
 
@@ -15,47 +15,47 @@ Built = TypeVar("Built")
 
 @dataclass(frozen=True)
 class Range:
-    """What a number may be, both ends included: `Annotated[int, Range(1, 100, "a positive integer")]`. It must be finite."""
+    """Bounds of a finite number, both included: `Annotated[int, Range(1, 100, "a positive integer")]`."""
 
     least: float
     most: float
     text: str
-    """What an error says that it must be."""
+    """The bounds in words, for errors."""
 
 
 Positive = Annotated[float, Range(math.ulp(0.0), math.inf, "a positive, finite number")]
 
 
 def suggest(name: object, known: Iterable[str]) -> str:
-    """The tail of an error about an unknown name: the nearest known one, or all of them."""
+    """The end of an error about an unknown name: the closest known one, or all of them."""
     options = list(known)
     close = difflib.get_close_matches(str(name), options, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(map(repr, options))}"
 
 
 def build(kind: type[Built], fields: Any) -> Built:
-    """The dataclass of these fields; ValueError names the first that is unknown, missing or of another type."""
+    """A dataclass from JSON fields; ValueError names the first that is unknown, missing or of the wrong type."""
     required = {x.name for x in dataclasses.fields(kind) if x.default is x.default_factory is dataclasses.MISSING}  # type: ignore[arg-type]
     check(fields, get_type_hints(kind), required)
     return kind(**fields)
 
 
-def check(fields: Any, types: Mapping[str, Any], required: set[str], *, others: bool = False) -> None:
-    """ValueError where a field is missing or of another type, or, unless `others` are allowed, unknown."""
+def check(fields: Any, types: Mapping[str, Any], required: set[str], *, allow_unknown: bool = False) -> None:
+    """ValueError names a field that is missing, of the wrong type or, unless `allow_unknown`, unknown."""
     if not isinstance(fields, dict):
         raise ValueError(f"must be a JSON object, got {fields!r:.80}")
     for name in sorted(required):
         if name not in fields:
             raise ValueError(f"{name} is missing")
     for name, value in fields.items():
-        if name not in types and not others:
+        if name not in types and not allow_unknown:
             raise ValueError(f"unknown field {name!r:.80}")
         if name in types and not is_of(value, types[name]):
             raise ValueError(f"{name} must be {getattr(types[name], '__name__', types[name])}, got {value!r:.80}")
 
 
 def check_settings(owner: str, settings: Mapping[str, Any], types: Mapping[str, Any]) -> None:
-    """ValueError, in the name of `owner`, where a setting is not of its type."""
+    """ValueError, beginning with `owner`, names a setting of the wrong type."""
     for name, kind in types.items():
         value, kinds = settings[name], get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
         if is_of(value, kind):
@@ -67,10 +67,10 @@ def check_settings(owner: str, settings: Mapping[str, Any], types: Mapping[str, 
             most = each.__metadata__[0].most if get_origin(each) is Annotated else math.inf
             if isinstance(value, int | float) and value > most:
                 raise ValueError(f"{owner}: {name} must be at most {most:,}, got {value:,}")
-        raise ValueError(f"{owner}: {name} must be {' or '.join(map(described, kinds))}, got {value!r:.80}")
+        raise ValueError(f"{owner}: {name} must be {' or '.join(map(type_name, kinds))}, got {value!r:.80}")
 
 
-def described(kind: Any) -> str:
+def type_name(kind: Any) -> str:
     """A type as an error names it."""
     if get_origin(kind) is Annotated:
         return kind.__metadata__[0].text
@@ -82,7 +82,7 @@ def described(kind: Any) -> str:
 
 
 def is_of(value: Any, kind: Any) -> bool:
-    """Whether a JSON value is of a type: integers are floats too, truth values are neither, and all fit 64 bits."""
+    """Whether a JSON value is of a type: integers count as floats, booleans do not, and integers must fit into 64 bits."""
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
         return True

@@ -1,4 +1,4 @@
-"""Every measured number is one record, one JSON line, the same shape everywhere."""
+"""Measurements as records: one JSON line each, with the same fields everywhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from headmax import durable, fields
 
 ROOT = Path(__file__).resolve().parents[2]
-"""Of the checkout, where this is one."""
+"""Of the checkout, if headmax runs from one."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Record:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def line(self, width: int = 28) -> str:
-        """For a terminal: the case in at least `width` characters, the number and what is known beside it."""
+        """The record as a line for a terminal, with the case padded to `width`."""
         text, extra = f"{self.case:{width}} {self.impl:8} {self.metric:36} {self.value:12.5g} {self.unit}", self.extra
         if "roofline" in extra:
             text += f"   {extra['TFLOP/s']:.0f} TFLOP/s, {extra['GB/s']:.0f} GB/s, {extra['roofline']:.0%} of the roofline"
@@ -46,7 +46,7 @@ class Record:
 
 
 class Recorder:
-    """Makes the records of one run on one device, at one commit, on one day."""
+    """Creates records with the same suite, device, commit and date."""
 
     def __init__(self, suite: str, device: torch.device | str) -> None:
         self.suite = suite
@@ -59,7 +59,7 @@ class Recorder:
 
 
 def describe_device(device: torch.device) -> str:
-    """The GPU's name, or the processor's with the number of threads in use."""
+    """The name of the GPU, or of the processor with the number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     name = platform.processor() or platform.machine()
@@ -72,14 +72,15 @@ def describe_device(device: torch.device) -> str:
 
 
 def current_commit() -> str:
-    """The commit of the working tree, with + if it was changed since; the version where this is no checkout of headmax."""
+    """The commit of the checkout, with + if it has changes; headmax's version outside a checkout."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
         if Path(git("rev-parse", "--show-toplevel")).resolve() == ROOT:
-            return git("rev-parse", "--short=12", "HEAD") + "+" * bool(git("status", "--porcelain", "--", "src", "lab/*.py"))
+            changes = git("status", "--porcelain", "--", "src", "lab/*.py")
+            return git("rev-parse", "--short=12", "HEAD") + ("+" if changes else "")
     except (OSError, subprocess.CalledProcessError):
         pass
     from headmax import __version__
@@ -88,13 +89,13 @@ def current_commit() -> str:
 
 
 def append(path: Path, records: Iterable[Record]) -> None:
-    """All or none of them, behind those that are there; several processes may share a file."""
+    """Appends all records or none; several processes may share a file."""
     check(path)
     durable.append(path, _lines(records))
 
 
 def write(path: Path, records: Iterable[Record]) -> None:
-    """In place of what the file held."""
+    """Replaces the file."""
     durable.write(path, _lines(records))
 
 
@@ -103,7 +104,7 @@ def _lines(records: Iterable[Record]) -> bytes:
 
 
 def check(path: Path) -> None:
-    """Raises where records cannot be appended to `path`: it begins with something else."""
+    """ValueError if records cannot be appended to `path`, such as to a file of something else."""
     with durable.writing(path):
         durable.refuse_inputs(path)
         if not path.exists():
@@ -114,11 +115,11 @@ def check(path: Path) -> None:
         if first:
             fields.build(Record, durable.parse_json(first))
     except ValueError as error:
-        raise ValueError(f"{path}: no file of records; choose another one to append to") from error
+        raise ValueError(f"{path}: not a file of records; choose another file to append to") from error
 
 
 def read(path: Path) -> Iterator[Record]:
-    """The records of a file; none if there is no such file."""
+    """The records of a file; none if it does not exist."""
     if path.exists():
         for number, line in enumerate(durable.read_text(path).splitlines(), 1):
             try:

@@ -1,4 +1,4 @@
-"""The one renderer of tables: as Markdown, as LaTeX and on a terminal."""
+"""Tables rendered as Markdown, as LaTeX or on a terminal."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Table:
     header: Sequence[str]
     rows: list[Sequence[str]] = field(default_factory=list)
     align: str = ""
-    """l or r for each column; all to the left unless given."""
+    """l or r for each column; all l unless given."""
     title: str = ""
     notes: list[str] = field(default_factory=list)
     bold: Collection[int] = ()
-    """Rows that stand out on a terminal."""
+    """Indices of rows to highlight on a terminal."""
 
     def __post_init__(self) -> None:
         self.align = self.align or "l" * len(self.header)
@@ -31,14 +31,14 @@ class Table:
             raise ValueError(f"align must have a letter for each of {len(self.header)} columns, got {self.align!r}")
 
     def markdown(self) -> str:
-        """With the title as a heading and a line for each note, if there are any."""
-        lines = [f"| {' | '.join(row)} |" for row in (self.header, [RULES[way] for way in self.align], *self.rows)]
+        """With the title, if any, as a heading, and the notes below."""
+        lines = [f"| {' | '.join(row)} |" for row in (self.header, [RULES[side] for side in self.align], *self.rows)]
         if self.title:
             lines = [f"### {self.title}", "", *lines, "", *(f"{note}  " for note in self.notes), ""]
         return "\n".join(lines)
 
     def latex(self) -> str:
-        """A floating table with rules of booktabs, its notes in the caption."""
+        """A floating table with booktabs rules, and the notes in the caption."""
         caption = _escape(" ".join([self.title + ".", *self.notes]))
         return "\n".join(
             [
@@ -58,19 +58,19 @@ class Table:
         )
 
     def terminal(self) -> rich.table.Table:
-        """For a console of rich to print."""
+        """For a rich console."""
         import rich.table
 
         table = rich.table.Table(title=self.title or None, title_justify="left", box=None)
-        for name, way in zip(self.header, self.align, strict=True):
-            table.add_column(name, justify="right" if way == "r" else "left")
+        for name, side in zip(self.header, self.align, strict=True):
+            table.add_column(name, justify="right" if side == "r" else "left")
         for number, row in enumerate(self.rows):
             table.add_row(*row, style="bold" if number in self.bold else None)
         return table
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table alone."""
+    """A Markdown table without title and notes."""
     return Table(header, list(rows)).markdown()
 
 

@@ -1,4 +1,4 @@
-"""The console script `headmax`. It knows the commands by name and imports headmax, and with it torch, only to run one."""
+"""The console script `headmax`. It lists commands by name, and imports headmax, and so torch, only to run one."""
 
 from headmax_cli.main import main
 

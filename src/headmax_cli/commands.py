@@ -1,4 +1,4 @@
-"""Every command: its name, the function that runs it, and what it does in one line (the first of that function's docstring)."""
+"""Every command: its name, the function that runs it, and a one-line description, the first line of that function's docstring."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from typing import NamedTuple
 
 class Command(NamedTuple):
     name: str
-    """One word, or two for a member of a family such as `bench`."""
+    """One word, or two in a family such as `bench`."""
     target: str
     """module:function"""
     about: str
     built: bool = False
-    """Whether the function returns the command, given the arguments: the defaults of `train` are those of the recipe it names."""
+    """Whether the function builds the command from the arguments, as defaults of `train` depend on the recipe."""
 
 
 class Program(NamedTuple):
     """A command line: `headmax`, and in a checkout of the repository `python -m lab`."""
 
     name: str
-    """As it is called."""
+    """As typed."""
     about: str
     groups: dict[str, tuple[Command, ...]]
     families: dict[str, str]
-    """What the commands do that begin with the same word, by that word."""
+    """Descriptions of families of commands, by their first word."""
     options: dict[str, str]
-    """What the program itself takes."""
+    """Options of the program itself."""
 
     @property
     def short(self) -> str:
-        """What its errors begin with."""
+        """The prefix of its errors."""
         return self.name.split()[-1]
 
     @property
@@ -92,7 +92,7 @@ FAMILIES = {
     "demo": COMMANDS["demo"].about,
     "eval": COMMANDS["eval"].about,
 }
-"""Commands with members, by their first word."""
+"""Families of commands, by their first word."""
 HEADMAX = Program(
     "headmax",
     "Softmax Linear Attention: a softmax over heads that makes the heads of a linear-attention layer compete.",

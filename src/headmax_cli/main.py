@@ -1,4 +1,4 @@
-"""From the arguments to a command, and from what it raises to an exit code and one line."""
+"""Runs the command that the arguments name, and turns its errors into an exit code and a line."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from headmax_cli.commands import HEADMAX, Command, Program
 
 
 def main(arguments: Sequence[str] | None = None, program: Program = HEADMAX) -> NoReturn:
-    """Runs `program` and exits: 0, 2 on bad input, 130 when interrupted, 1 on an error of headmax's own."""
+    """Runs `program` and exits: 0 on success, 2 on bad input, 130 if interrupted, 1 on an internal error."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         status = run(given, program)
         sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has read enough
+    except BrokenPipeError:  # such as by `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 141
     except KeyboardInterrupt:
@@ -51,14 +51,14 @@ def run(arguments: list[str], program: Program) -> int:
 
 def find(arguments: list[str], program: Program) -> tuple[Command | None, list[str]]:
     """The command that the first one or two words name, and the arguments after them."""
-    for words in (2, 1):
-        if (name := " ".join(arguments[:words])) in program.commands and len(arguments) >= words:
-            return program.commands[name], arguments[words:]
+    for count in (2, 1):
+        if (name := " ".join(arguments[:count])) in program.commands and len(arguments) >= count:
+            return program.commands[name], arguments[count:]
     return None, arguments[1:]
 
 
 def help_family(first: str, rest: list[str], program: Program) -> int:
-    """Help of a family such as `bench`, or a line about a command that does not exist."""
+    """Prints the help of a family such as `bench`, or an error about an unknown command."""
     families, name = program.families, program.name
     if first in families and rest[:1] in ([], ["-h"], ["--help"]):
         lines = "\n".join(f"  {command.name:18} {command.about}" for command in program.members(first))
@@ -69,27 +69,27 @@ def help_family(first: str, rest: list[str], program: Program) -> int:
         return 2
     import difflib
 
-    wrong = f"{first} {rest[0]}" if first in families else first
+    unknown = f"{first} {rest[0]}" if first in families else first
     known = [*program.commands, *families]
-    close = difflib.get_close_matches(wrong, known, n=1)
+    close = difflib.get_close_matches(unknown, known, n=1)
     hint = f"did you mean {close[0]!r}?" if close else f"see `{name} --help`"
-    print(f"{program.short}: unknown command {wrong!r}; {hint}", file=sys.stderr)
+    print(f"{program.short}: unknown command {unknown!r}; {hint}", file=sys.stderr)
     return 2
 
 
 def execute(command: Command, arguments: list[str], program: Program, debug: bool) -> int:
     """Calls the command's function and returns the exit code; an error becomes one line on standard error."""
-    waiting = sys.stderr.isatty() and "--help" not in arguments
-    if waiting:
-        print(f"{program.short}: loading ...", end="\r", file=sys.stderr, flush=True)  # torch and transformers take seconds
+    show_loading = sys.stderr.isatty() and "--help" not in arguments
+    if show_loading:
+        print(f"{program.short}: loading ...", end="\r", file=sys.stderr, flush=True)  # importing torch and transformers takes seconds
     from headmax.cli.run import explain, read_call
 
-    if waiting:
+    if show_loading:
         print("\033[K", end="", file=sys.stderr, flush=True)
     try:
         function = read_call(command, arguments, program)
         function()
-    except SystemExit as end:  # from --help, or a command that has said what is wrong
+    except SystemExit as end:  # from --help, or a command that has printed its error
         return end.code if isinstance(end.code, int) else 0
     except (KeyboardInterrupt, BrokenPipeError):
         raise
@@ -103,12 +103,12 @@ def execute(command: Command, arguments: list[str], program: Program, debug: boo
 
 
 def printable(line: str) -> str:
-    """Names of files and what is in them may hold line ends and a terminal's commands: they are spelled out."""
+    """Escapes line ends and control characters, which file names and contents may have."""
     return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in line)
 
 
 def overview(program: Program) -> str:
-    """What `--help` prints: families by their first word, in groups."""
+    """The output of `--help`: commands and families, in groups."""
     lines = [f"usage: {program.name} COMMAND [OPTIONS]", "", program.about]
     for title, commands in program.groups.items():
         lines += ["", title]

@@ -30,11 +30,11 @@ def test_a_run_becomes_records_and_a_picture(tmp_path: Path, capsys: pytest.Capt
         curves(tmp_path)
 
 
-def test_long_runs_are_thinned() -> None:
-    from headmax.analysis.curves import thinned
+def test_long_runs_are_downsampled() -> None:
+    from headmax.analysis.curves import downsample
 
     lines = [{"tokens": n, "loss": float(n)} for n in range(1, 1001)]
-    curve = thinned(lines, "loss", max)
+    curve = downsample(lines, "loss", max)
     assert len(curve) == 200
     assert curve[0] == (5, 5.0)
     assert curve[-1] == (1000, 1000.0)

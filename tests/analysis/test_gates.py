@@ -49,11 +49,11 @@ def test_attention_layers_and_missing_gates_are_left_out() -> None:
 
 
 def test_what_cannot_be_traced_is_refused() -> None:
-    with pytest.raises(ValueError, match="plain: the model has no head gates to look at"):
+    with pytest.raises(ValueError, match="plain: the model has no head gates \\(head_gate is None\\)"):
         gates.trace(make_model(head_gate=None), torch.arange(3), list("abc"), "plain")
-    with pytest.raises(ValueError, match="one text each and at least one, got \\[0\\] and 0 texts"):
+    with pytest.raises(ValueError, match="ids must be \\[time > 0\\] with a text for each, got \\[0\\] and 0 texts"):
         gates.trace(make_model(), torch.arange(0), [], "m")
-    with pytest.raises(ValueError, match="token 600 is not in the model's vocabulary of 512"):
+    with pytest.raises(ValueError, match="token 600 exceeds the model's vocabulary of 512"):
         gates.trace(make_model(), torch.tensor([600]), ["x"], "m")
 
 

@@ -113,14 +113,14 @@ def test_bad_requests(folder: Path, tmp_path: Path) -> None:
         ({"length": 0}, "length must be at least 1, got 0"),
         ({"length": 10**6}, r"\d+ tokens in split 'train', fewer than one sample of 1000000"),
         ({"documents": "apart"}, "documents must be 'concatenate' or 'separate', got 'apart'"),
-        ({"split": "test"}, "no split 'test', but train and valid"),
+        ({"split": "test"}, "no split 'test', only train and valid"),
     ):
         with pytest.raises(ValueError, match=said):
             TokenShards(folder, **({"length": LENGTH, "seed": 0} | change))
-    with pytest.raises(ValueError, match=r"no prepared data here \(index\.json is missing\)"):
+    with pytest.raises(ValueError, match=r"no prepared data \(index\.json is missing\)"):
         TokenShards(tmp_path, length=LENGTH, seed=0)
     for indices in ([], [-1]):
-        with pytest.raises(ValueError, match="indices must be one or more numbers from 0 on"):
+        with pytest.raises(ValueError, match="indices must be one or more numbers of at least 0"):
             TokenShards(folder, length=LENGTH, seed=0).batch(indices)
 
 
@@ -150,7 +150,7 @@ def test_a_damaged_folder_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"train-00001\.tokens: missing"):
         TokenShards(copy, length=LENGTH, seed=0)
     for content_, said in (
-        ('{"format": 99}', "prepared in format 99, this headmax reads 1"),
+        ('{"format": 99}', "prepared in format 99, but this headmax reads 1"),
         ("{", "not an index"),
         ('{"format": 1}', "not an index"),
     ):
@@ -162,7 +162,7 @@ def test_a_damaged_folder_is_refused(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"dtype": "float99"}, "dtype is 'float99'"),
+        ({"dtype": "float99"}, "dtype cannot be 'float99'"),
         ({"vocab_size": "many"}, "vocab_size must be int, got 'many'"),
         ({"made_from": 3}, "made_from must be dict, got 3"),
         ({"splits": {}}, r"train is missing"),

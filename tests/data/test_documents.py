@@ -53,7 +53,7 @@ def test_documents_of_a_txt(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", ["line of text\n\n" * 3000, "no end of line " * 3000, "\n" * 9000 + "x" * 9000 + "\n" * 9000 + "y\n"])
 def test_a_document_too_long_to_hold_comes_in_parts(content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "HELD", 2000)
+    monkeypatch.setattr(module, "MAX_TEXT", 2000)
     (tmp_path / "a.txt").write_text(f"{content}\n<|doc|>\nшорт")
     (source,) = find([str(tmp_path / "a.txt")], Options())
     texts = list(source.read())
@@ -91,7 +91,7 @@ LINES = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in TEXTS)
     [
         ("a.jsonl", b'{"text": "x"}\n{"text": \n', r"a\.jsonl:2: not JSON"),
         ("a.jsonl", b'{"text": "x"}\n\n{"body": "x", "id": 3}\n', r"a\.jsonl:3: no field 'text'; it has 'body', 'id'"),
-        ("a.jsonl", b'{"text": null}\n', r"a\.jsonl:1: the text is NoneType, not a string"),
+        ("a.jsonl", b'{"text": null}\n', r"a\.jsonl:1: the text must be a string, got NoneType"),
         ("a.jsonl", b'["x"]\n', r"a\.jsonl:1: not a JSON object but list"),
         ("a.jsonl", b'{"text": "\\ud800"}\n', r"a\.jsonl:1: not Unicode: half a surrogate pair at character 0"),
         ("a.jsonl", b'{"text": "x"}\n{"text": "\xff"}\n', r"a\.jsonl:2: not UTF-8: byte 0xff"),
@@ -125,7 +125,7 @@ def test_a_table_without_the_column(tmp_path: Path) -> None:
 
 def test_names_that_stand_for_nothing(tmp_path: Path) -> None:
     (tmp_path / "a.pdf").touch()
-    for name, said in (("a.pdf", "neither .txt, .jsonl, .parquet"), (".", "no .txt, .jsonl, .parquet in this folder")):
+    for name, said in (("a.pdf", "must end in one of .txt, .jsonl, .parquet"), (".", "no .txt, .jsonl, .parquet in this folder")):
         with pytest.raises(ValueError, match=said):
             find([str(tmp_path / name)], Options())
     for name in ("corpus/part.txt", "missing", "/a/b/c"):

@@ -10,7 +10,7 @@ import torch
 
 from headmax.data.chat import Chats, encode_chat
 from headmax.data.mixture import ROUND, Mixture
-from headmax.train.feed import predicted
+from headmax.train.feed import count_targets
 from tests.generate.checkpoint import make_tokenizer
 from tests.train.small import Walks
 
@@ -44,7 +44,7 @@ def test_a_mixture_of_packed_and_whole_samples_is_packed() -> None:
 
 
 def test_mixtures_refuse_what_is_none() -> None:
-    with pytest.raises(ValueError, match="a share above 0 for each of its 2 sources, 1 in all"):
+    with pytest.raises(ValueError, match="a mixture needs 2 positive shares that sum to 1"):
         Mixture([Walks(0), Walks(1)], [0.5, 0.4], seed=0)
     with pytest.raises(ValueError, match=r"shares must be at least 0\.001"):
         Mixture([Walks(0), Walks(1)], [0.99999, 0.00001], seed=0)
@@ -86,7 +86,7 @@ def test_conversations_fill_rows_and_stay_apart(tmp_path: Path) -> None:
     held = sorted(text for text in texts if text.startswith("Q"))
     assert held == sorted(f"Q{'ab' * (n % 5 + 1)}A{'c' * (n % 3 + 1)}</s>" for n in range(40))
     assert all(set(text) <= set("<s>") for text in texts if not text.startswith("Q"))
-    assert predicted(batch) == sum(n % 3 + 2 for n in range(40))
+    assert count_targets(batch) == sum(n % 3 + 2 for n in range(40))
     epochs = [source.batch(range(n * len(source.rows), (n + 1) * len(source.rows))).input_ids for n in range(2)]
     assert not torch.equal(*epochs)
     assert torch.equal(*(x.view(-1, 32).sort(dim=0).values.sum(0) for x in epochs))

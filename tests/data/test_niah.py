@@ -59,7 +59,7 @@ def test_bad_needles_are_refused() -> None:
         Needles(4, 1024)
     with pytest.raises(ValueError, match="haystack must be sentences of prose for task 2, got none"):
         Needles(2, 1024)
-    with pytest.raises(ValueError, match="length 150 has no room for a question and 128 tokens of answer"):
+    with pytest.raises(ValueError, match="length 150 is too short for a question and 128 tokens of answer"):
         list(Needles(1, 150).samples(1, count))
 
 

@@ -75,7 +75,7 @@ def test_a_document_read_in_parts_has_the_tokens_of_the_whole(tmp_path: Path, mo
     text = documents(1, lines=2000)[0]
     whole, parts = (PrepareConfig((str(write(tmp_path / "a.txt", [text, "short"])),), shard_tokens=9000) for _ in range(2))
     prepare(whole, tmp_path / "whole", workers=1)
-    monkeypatch.setattr(documents_module, "HELD", 20_000)
+    monkeypatch.setattr(documents_module, "MAX_TEXT", 20_000)
     prepare(parts, tmp_path / "parts", workers=1)
     assert tokens(tmp_path / "whole") == tokens(tmp_path / "parts")
     assert len(Index.read(tmp_path / "parts").splits["train"]) > len(Index.read(tmp_path / "whole").splits["train"])
@@ -89,7 +89,7 @@ def test_another_tokenizer_and_wide_ids(tmp_path: Path) -> None:
     path.write_text(json.dumps(definition))
     write(tmp_path / "a.txt", TEXTS[:3])
     config = PrepareConfig((str(tmp_path / "a.txt"),), tokenizer=str(path), document_token="<|endoftext|>")
-    with pytest.raises(ValueError, match="document_token: the tokenizer puts none"):
+    with pytest.raises(ValueError, match="document_token: the tokenizer puts no token"):
         prepare(replace(config, document_token=None), tmp_path / "out")
     index = prepare(config, tmp_path / "out", workers=1)
     assert (index.dtype, index.document_token) == ("uint32", 0)
@@ -149,11 +149,11 @@ def test_workers_are_at_least_one(tmp_path: Path) -> None:
 def test_nothing_to_train_or_to_validate_on(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("\n\n")
     one = str(write(tmp_path / "one.txt", ["one"]))
-    with pytest.raises(ValueError, match="no documents to train on in"):
+    with pytest.raises(ValueError, match="no documents for training in"):
         prepare(PrepareConfig((str(tmp_path / "empty.txt"),)), tmp_path / "out", workers=1)
-    with pytest.raises(ValueError, match="no documents to validate on in"):
+    with pytest.raises(ValueError, match="no documents for validation in"):
         prepare(PrepareConfig((one,), valid_fraction=1e-9), tmp_path / "out", workers=1)
-    with pytest.raises(ValueError, match=r"one\.txt: among what to train on and what to validate on"):
+    with pytest.raises(ValueError, match=r"one\.txt: given for training and for validation; choose one"):
         prepare(PrepareConfig((one,), valid=(one,)), tmp_path / "out", workers=1)
     assert prepare(PrepareConfig((one,)), tmp_path / "out", workers=1).documents("train") == 1
 
@@ -175,9 +175,9 @@ def interrupt(config: PrepareConfig, out: Path, monkeypatch: pytest.MonkeyPatch,
 def test_a_full_disk_is_said_and_gone_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = PrepareConfig((str(write(tmp_path / "a.jsonl", TEXTS)),), valid_fraction=0.1, shard_tokens=3000)
     out = tmp_path / "out"
-    with pytest.raises(ValueError, match="out: cannot be written to: No space left on device; complete shards stay, run again to go on"):
+    with pytest.raises(ValueError, match="out: cannot be written to: No space left on device; complete shards are kept, rerun to resume"):
         interrupt(config, out, monkeypatch, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-    with pytest.raises(ValueError, match="half-written; run the same `headmax data prepare` again"):
+    with pytest.raises(ValueError, match="incomplete; rerun the same `headmax data prepare`"):
         Index.read(out)
     first = (out / "train-00000.tokens").stat().st_mtime_ns
     told: list[Done] = []
@@ -204,7 +204,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path, monkeypatch: pyte
     for folder in (half, done):
         before = contents(folder)
         for name, other in others.items():
-            with pytest.raises(ValueError, match=f"made with another {name}; give the same again, or choose another folder"):
+            with pytest.raises(ValueError, match=f"made with another {name}; restore it, or choose another folder"):
                 prepare(other, folder)
         assert contents(folder) == before
     (half / "train-00000.tokens").unlink()
@@ -240,7 +240,7 @@ def test_where_there_are_no_locks_it_warns_and_goes_on(
 def test_an_encoding_process_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "encoder.py").write_text("import sys; sys.exit(7)")
     monkeypatch.setattr(encoder, "__file__", str(tmp_path / "encoder.py"))
-    with pytest.raises(ValueError, match="an encoding process ended with code 7"):
+    with pytest.raises(ValueError, match="an encoding process exited with code 7"):
         prepare(PrepareConfig((str(write(tmp_path / "a.jsonl", TEXTS)),)), tmp_path / "out", workers=1)
 
 
@@ -272,7 +272,7 @@ def kill_and_go_on(tmp_path: Path, kills: int, seed: int) -> None:
         process.send_signal(signal.SIGKILL)
         process.wait()
         shards = len(list(out.glob("train-*.documents")))
-        with pytest.raises(ValueError, match="half-written"):
+        with pytest.raises(ValueError, match="incomplete; rerun"):
             Index.read(out)
     limit = time.monotonic() + 10
     while encoders_of(out) and time.monotonic() < limit:
@@ -299,7 +299,7 @@ def test_inputs_are_known_by_their_content(tmp_path: Path, monkeypatch: pytest.M
     out, config = tmp_path / "out", PrepareConfig((str(first),))
     prepare(config, out, workers=1)
     before = contents(out)
-    with pytest.raises(ValueError, match=r"b/x\.txt: not the text that .*out was made from; restore it, or choose another folder"):
+    with pytest.raises(ValueError, match=r"b/x\.txt: changed since .*out was made from it; restore it, or choose another folder"):
         prepare(PrepareConfig((str(second),)), out, workers=1)
     prepare(config, out, workers=1)
     assert contents(out) == before
@@ -313,7 +313,7 @@ def test_an_input_edited_between_two_goes_is_noticed(kind: str, tmp_path: Path, 
         interrupt(config, out, monkeypatch, KeyboardInterrupt())
     whole = path.read_bytes()
     path.write_bytes(whole[:20] + bytes([whole[20] ^ 1]) + whole[21:])
-    with pytest.raises(ValueError, match=f"{kind}: not the text that"):
+    with pytest.raises(ValueError, match=f"{kind}: changed since .* was made from it"):
         prepare(config, out, workers=1)
     path.write_bytes(whole)
     prepare(config, out, workers=1)
@@ -328,13 +328,13 @@ def test_a_folder_made_before_inputs_were_hashed(tmp_path: Path, caplog: pytest.
     del fields["made_from"]["contents"]
     (out / "index.json").write_text(json.dumps(fields))
     assert prepare(config, out, workers=1).tokens("train") == verify(out).tokens("train")
-    assert "made before inputs were hashed" in caplog.text
+    assert "prepared before inputs were hashed" in caplog.text
 
 
 def test_what_can_never_be_complete_leaves_nothing_and_no_advice_to_repeat_it(tmp_path: Path) -> None:
     config = PrepareConfig((str(write(tmp_path / "a.txt", TEXTS)),), valid_fraction=1e-12, shard_tokens=3000)
-    with pytest.raises(ValueError, match=r"no documents to validate on in .*: valid_fraction 1e-12 of 40 leaves none; give a larger one"):
+    with pytest.raises(ValueError, match=r"no documents for validation in .*: valid_fraction 1e-12 of 40 leaves none; give a larger one"):
         prepare(config, tmp_path / "out", workers=1)
     assert not list((tmp_path / "out").iterdir())
-    with pytest.raises(ValueError, match="no prepared data here"):
+    with pytest.raises(ValueError, match="no prepared data "):
         Index.read(tmp_path / "out")

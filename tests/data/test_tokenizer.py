@@ -107,7 +107,7 @@ def test_what_begins_a_document(tmp_path: Path) -> None:
     assert mistral().document_token("</s>") == 2
     loaded = load(str(byte_level(tmp_path / "tokenizer.json")))
     assert loaded.document_token("<|endoftext|>") == 0
-    with pytest.raises(ValueError, match=r"puts none before a text; choose one of its special tokens: <\|endoftext\|>"):
+    with pytest.raises(ValueError, match=r"puts no token before a text; choose one of its special tokens: <\|endoftext\|>"):
         loaded.document_token()
     with pytest.raises(ValueError, match="there is no token '<doc>'"):
         loaded.document_token("<doc>")

@@ -157,7 +157,7 @@ def test_wrong_arguments_are_named_before_anything_is_written(tmp_path: Path) ->
     for changes, message in (
         ({"steps": 0}, "steps must be at least 1, got 0"),
         ({"seed": -1}, "seed must not be negative, got -1"),
-        ({"record": tmp_path / "config.json"}, "no file of records"),
+        ({"record": tmp_path / "config.json"}, "not a file of records"),
     ):
         with pytest.raises(ValueError, match=message):
             run(tmp_path / "out", **changes)  # type: ignore[arg-type]

@@ -85,7 +85,7 @@ def test_a_killed_run_goes_on_where_it_was(headmax: Any, checkpoint: Path, data_
     running.send_signal(signal.SIGKILL)
     running.wait()
     before = ScoreFile(scores)
-    kept = scores.read_bytes()[: before.whole]
+    kept = scores.read_bytes()[: before.complete_bytes]
     total = {request.id for task in requests.read(tmp_path / "requests.jsonl").values() for request in task}
     assert 20 < len(before.scores) < len(total)
     with scores.open("ab") as file:
@@ -106,10 +106,10 @@ def test_scores_of_another_checkpoint_are_refused(tmp_path: Path) -> None:
     again = ScoreFile(tmp_path / "s.jsonl")
     assert again.scores == file.scores
     assert again.source == SOURCE
-    with pytest.raises(ValueError, match=r"scores of another checkpoint \(abc\).* this one is xyz"):
+    with pytest.raises(ValueError, match=r"scores of another checkpoint or dtype \(abc\); this one is xyz"):
         again.begin(Source("xyz", "float32", "cpu", "v0", 10))
     (tmp_path / "s.jsonl").write_text('{"id": "1"}\n')
-    with pytest.raises(ValueError, match=r"s\.jsonl:1: not a score: the first line must say whose"):
+    with pytest.raises(ValueError, match=r"s\.jsonl:1: not a score: the first line must name the source"):
         ScoreFile(tmp_path / "s.jsonl")
 
 
@@ -120,7 +120,7 @@ def test_requests_survive_a_file_and_changes_are_noticed(tmp_path: Path) -> None
     assert requests.read(path) == asked
     assert requests.cut(asked["a"]) == {"requests": 1, "tokens": 4}
     path.write_text(path.read_text().replace('"targets": [3]', '"targets": [5]'))
-    with pytest.raises(ValueError, match=r"r\.jsonl:1: not a request: .* is not what it was"):
+    with pytest.raises(ValueError, match=r"r\.jsonl:1: not a request: .* does not match its id"):
         requests.read(path)
     with pytest.raises(FileNotFoundError, match="make it with --stage requests"):
         requests.read(tmp_path / "none.jsonl")
@@ -138,7 +138,7 @@ BROKEN = {
         '{"question": "a", "choices": "b", "gold": 0}',
         r"arc_challenge\.test\.jsonl:1: column 'choices' must be list, got 'b'",
     ),
-    "lambada_openai": ("[1]", r"lambada_openai\.test\.jsonl:1: a row is a JSON object, got list"),
+    "lambada_openai": ("[1]", r"lambada_openai\.test\.jsonl:1: a row must be a JSON object, got list"),
 }
 
 
@@ -157,7 +157,7 @@ def test_broken_tasks_are_named_and_the_others_saved(headmax: Any, checkpoint: P
     for task, (_, said) in BROKEN.items():
         (line,) = (line for line in lines if line.startswith(f"headmax: task {task}: "))
         assert re.search(said, line)
-    assert any("task fda: " in line and "no fda.jsonl or based-fda.jsonl there" in line for line in lines)
+    assert any("task fda: " in line and "no fda.jsonl or based-fda.jsonl, plain or as .xz" in line for line in lines)
     assert len(lines) == len(BROKEN) + 3
     assert {record.case for record in records.read(out)} == {"mqar_4", "swde"}
 
@@ -229,8 +229,8 @@ def test_a_task_that_cannot_be_scored_is_named_and_the_others_scored(tmp_path: P
     file = ScoreFile(tmp_path / "s.jsonl")
     failures = score(Scorer(make_model("gla")), asked, file, lambda *_: None)
     assert len(failures) == 2
-    assert failures[0].startswith("task foreign: token 400 is not in the model's vocabulary of 400")
-    assert failures[1].startswith("task texts: texts are generated with a tokenizer")
+    assert failures[0].startswith("task foreign: token 400 exceeds the model's vocabulary of 400")
+    assert failures[1].startswith("task texts: generating text needs a tokenizer")
     assert set(file.scores) == {request.id for request in asked["known"]}
 
 
@@ -260,7 +260,7 @@ def test_a_gpu_that_fails_for_good_ends_the_run_and_keeps_its_scores(tmp_path: P
     failing = FailingScorer(scorer, error, True, monkeypatch)
     with pytest.raises(DeviceLost) as lost:
         score(failing, asked, ScoreFile(path), lambda *_: None)
-    line = "task second: CUDA error: an illegal memory access was encountered; what was done is kept, rerun to resume"
+    line = "task second: CUDA error: an illegal memory access was encountered; completed work is saved, rerun to resume"
     assert explain(lost.value) == (1, line)
     assert failing.calls == 2
     kept = ScoreFile(path)
@@ -292,7 +292,7 @@ def test_the_process_stays_as_it_was(tokenizer: PreTrainedTokenizerFast, data_di
 def test_lengths_too_short_to_read_are_refused(tokenizer: PreTrainedTokenizerFast, data_dir: Path) -> None:
     evaluation = Evaluation(make_model("gla").config, tokenizer, Settings(data_dir, limit=3, max_length=40))
     assert set(evaluation.requests(["piqa", "swde"], lambda _: None)) == {"piqa"}
-    assert evaluation.failures == ["task swde: max_length 40 leaves no room beside 48 generated tokens"]
+    assert evaluation.failures == ["task swde: max_length 40 leaves no room for a context besides 48 generated tokens"]
 
 
 def test_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
@@ -329,7 +329,7 @@ def test_recall_metrics() -> None:
     assert metric.value == 0.75
     assert metric.stderr == pytest.approx(0.25 / 9**0.5)
     assert evaluation.requests(["piqa"], lambda _: None) == {}
-    assert "texts need a tokenizer" in evaluation.failures[-1]
+    assert "tasks with texts need a tokenizer" in evaluation.failures[-1]
 
 
 def test_names() -> None:

@@ -80,7 +80,7 @@ def test_seeds_are_averaged_and_paired_and_controls_shown(tmp_path: Path) -> Non
     assert cells(text, first + 6)[:3] == ["Uniform GLA", "ours, 25m", "49.50 ± 2.12"]
     assert cells(text, first + 7)[2] == "−2.50 ± 0.71"
     assert "0.50 ± 0.71 †" in text
-    assert "± standard deviation over seeds, or one standard error where there is one seed." in text
+    assert "± standard deviation over seeds, or one standard error for a single seed." in text
     assert "Sigmoid" not in text
 
 

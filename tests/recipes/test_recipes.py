@@ -46,7 +46,7 @@ def test_a_recall_recipe_for_another_size_of_its_task() -> None:
     source, held_out = recipe.sources(None)
     assert source.length == recipe.train.sequence_length
     assert source.identity != held_out.identity
-    with pytest.raises(ValueError, match="--data: mqar-softmax-gla makes its own samples"):
+    with pytest.raises(ValueError, match="--data: mqar-softmax-gla generates its samples; leave --data out"):
         recipe.sources(Path())
     with pytest.raises(ValueError, match="gla-tiny trains on text, not on a task"):
         recipes.get("gla-tiny").on(MQAR())

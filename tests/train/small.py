@@ -19,7 +19,7 @@ from headmax import HeadGateConfig, HeadmaxConfig, HeadmaxForCausalLM
 from headmax.data.source import Batch
 from headmax.ops import Packing, gated_delta_rule
 from headmax.train import CheckpointConfig, ComputeConfig, EvalConfig, OptimConfig, ScheduleConfig, TrainConfig
-from headmax.train.checkpoint import finished
+from headmax.train.checkpoint import list_checkpoints
 from headmax.train.loading import load_model
 from headmax.train.metrics import read_lines
 from headmax.train.trainer import fit
@@ -128,7 +128,7 @@ def parameters(out: Path) -> torch.Tensor:
 
 
 def checkpoints(out: Path) -> list[str]:
-    return [path.name for path in finished(out / "checkpoints")]
+    return [path.name for path in list_checkpoints(out / "checkpoints")]
 
 
 def command(out: Path, *options: str) -> list[str]:

@@ -8,8 +8,8 @@ import torch
 
 from headmax import HeadmaxForCausalLM, recipes
 from headmax.train import OptimConfig, ParallelConfig, ScheduleConfig, TrainConfig
-from headmax.train.config import decisive
-from headmax.train.feed import Feed, micro_batches, predicted
+from headmax.train.config import fixed_settings
+from headmax.train.feed import Feed, count_targets, micro_batches
 from headmax.train.optim import build_optimizer, learning_rate
 from headmax.train.parallel import World
 from tests.train.small import Walks, model_config, train_config
@@ -57,7 +57,7 @@ def test_weight_decay_is_on_matrices_alone(mixer: str) -> None:
         ({"optim_betas": (0.9, 1.0)}, r"optim.betas must be in \[0, 1\), got"),
         ({"schedule_final_lr": math.inf}, "schedule.final_lr must be finite, got inf"),
         ({"gate_balance": math.inf}, "gate_balance must be finite, got inf"),
-        ({"sequence_length": 1}, "sequence_length must be at least 2, a token to read and one to predict, got 1"),
+        ({"sequence_length": 1}, "sequence_length must be at least 2, one token to read and one to predict, got 1"),
         ({"parallel_shard": 2}, "parallel.shard goes with parallel.strategy fsdp, got 'ddp'"),
         ({"parallel_context": 0}, "parallel.context must be positive, got 0"),
         ({"parallel_tensor": 0}, "parallel.tensor must be positive, got 0"),
@@ -80,8 +80,8 @@ def test_parallel_may_be_the_strategys_name_as_in_0_1() -> None:
     assert train_config(parallel="fsdp").parallel == ParallelConfig("fsdp")
 
 
-def test_decisive_fields_are_those_that_change_the_result() -> None:
-    names = set(decisive(TrainConfig()))
+def test_fixed_settings_are_those_that_change_the_result() -> None:
+    names = set(fixed_settings(TrainConfig()))
     assert {"seed", "token_budget", "batch_tokens", "optim.lr", "optim.betas", "schedule.warmup_tokens", "compute.precision"} <= names
     assert not names & {"max_steps", "checkpoint_every", "device", "parallel.strategy", "log.wandb", "eval.every", "compute.micro_batch"}
 
@@ -102,7 +102,7 @@ def test_a_prime_share_is_not_taken_one_by_one() -> None:
 
 
 def test_a_batch_that_does_not_split_is_refused() -> None:
-    with pytest.raises(ValueError, match="batch_tokens 192 is 8 sequences: not a multiple of 3 processes"):
+    with pytest.raises(ValueError, match="batch_tokens 192 is 8 sequences: must be a multiple of 3, for 3 processes"):
         Feed(Walks(), train_config(), world(0, 3))
     with pytest.raises(ValueError, match="sequence_length is 12, but samples have 24 tokens"):
         Feed(Walks(), train_config(sequence_length=12), world())
@@ -124,8 +124,8 @@ def test_predicted_tokens_are_those_the_model_counts(separate: bool) -> None:
     model = HeadmaxForCausalLM(model_config()).train()
     mean = model(batch.input_ids, labels=batch.labels, cu_seqlens=batch.packing).loss
     total = model(batch.input_ids, labels=batch.labels, cu_seqlens=batch.packing, num_items_in_batch=1).loss
-    assert predicted(batch) == 3 * 23 - 3 * separate
-    assert (total / mean).item() == pytest.approx(predicted(batch))
+    assert count_targets(batch) == 3 * 23 - 3 * separate
+    assert (total / mean).item() == pytest.approx(count_targets(batch))
 
 
 def test_a_schedule_without_warm_up() -> None:

@@ -46,7 +46,7 @@ def test_convert_writes_what_the_auto_classes_load(run: tuple[Path, torch.nn.Mod
 
 
 def test_what_is_no_run_is_refused(run: tuple[Path, torch.nn.Module], tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="give the --out folder of headmax train"):
+    with pytest.raises(FileNotFoundError, match="not a run of headmax train; give its --out folder"):
         to_hf(tmp_path, tmp_path / "hf")
     with pytest.raises(ValueError, match="name the folder to write, as in `headmax convert"):
         convert(tmp_path, to="fla")

@@ -15,7 +15,7 @@ import torch
 from headmax.data.source import Batch
 from headmax.models import HeadmaxForCausalLM
 from headmax.train import trainer
-from headmax.train.checkpoint import finished, problem
+from headmax.train.checkpoint import list_checkpoints, problem
 from headmax.train.faults import DeviceLost, Interrupted, NoMemory, TrainingError, check_device
 from headmax.train.metrics import Log, read_lines
 from tests.train.small import Walks, checkpoints, command, finish, losses, parameters, poisoned, start, torchrun, train, wait_for_step
@@ -27,9 +27,9 @@ def test_sigterm_saves_and_leaves_with_its_status(tmp_path: Path) -> None:
     process.terminate()
     output = finish(process, expected=143)
     step = losses(tmp_path)[-1][0]
-    assert f"headmax: SIGTERM: saved at step {step}; the same command goes on from there" in output
+    assert f"headmax: SIGTERM: saved at step {step}; rerun the same command to resume" in output
     assert checkpoints(tmp_path)[-1] == f"step-{step:08}"
-    assert problem(finished(tmp_path / "checkpoints")[-1]) is None
+    assert problem(list_checkpoints(tmp_path / "checkpoints")[-1]) is None
     assert "Traceback" not in output
 
 
@@ -53,7 +53,7 @@ def test_a_signal_to_one_process_stops_all_at_the_same_step(tmp_path: Path) -> N
     assert output.count(f"SIGTERM: saved at step {step}") == 2
     assert "exitcode  : 143" in output
     assert checkpoints(tmp_path)[-1] == f"step-{step:08}"
-    assert problem(finished(tmp_path / "checkpoints")[-1]) is None
+    assert problem(list_checkpoints(tmp_path / "checkpoints")[-1]) is None
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path: Path, monkeypatch: pyt
             show=lambda line: line["step"] == 6 and monkeypatch.setattr(os, "fsync", full_disk),
         )
     monkeypatch.undo()
-    why = r"\[Errno 28\] No space left on device \(.* MiB are free there\)"
+    why = r"\[Errno 28\] No space left on device \(.* MiB free\)"
     text = rf"cannot write a checkpoint to .*: {why}; the last complete one is step-00000004"
     assert re.fullmatch(text, str(error.value))
     assert checkpoints(tmp_path / "run") == ["step-00000004"]
@@ -117,7 +117,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path: Path, monkeypatch: pyt
 
 def test_a_full_disk_under_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", full_disk)
-    with pytest.raises(TrainingError, match=r"cannot go on with .*No space left on device"):
+    with pytest.raises(TrainingError, match=r"cannot continue training: .*No space left on device"):
         train(tmp_path, max_steps=3)
 
 
@@ -127,7 +127,7 @@ def test_a_gpu_that_fails_for_good_ends_the_run_in_one_line(tmp_path: Path, monk
 
     monkeypatch.setattr(torch.cuda, "synchronize", fail)
     check_device(torch.device("cpu"), "a run")
-    with pytest.raises(DeviceLost, match=r"^a run: CUDA error: unspecified launch failure; what was done is kept, rerun to resume$"):
+    with pytest.raises(DeviceLost, match=r"^a run: CUDA error: unspecified launch failure; completed work is saved, rerun to resume$"):
         check_device(torch.device("cuda"), "a run")
 
 
@@ -146,9 +146,9 @@ def test_no_memory_says_what_to_make_smaller(tmp_path: Path, monkeypatch: pytest
         train(tmp_path / "run", max_steps=8, checkpoint_every=4)
     monkeypatch.undo()
     assert checkpoints(tmp_path / "run") == ["step-00000004"]
-    ways = "a smaller --compute.micro-batch (2 sequences at once), --compute.activation-checkpointing, "
+    ways = "a smaller --compute.micro-batch (now 2), --compute.activation-checkpointing, "
     ways += "or on several GPUs --parallel.strategy fsdp"
-    assert str(error.value) == f"a step does not fit: give {ways}. CUDA out of memory. Tried to allocate 2.00 GiB."
+    assert str(error.value) == f"a step does not fit into memory: try {ways}. CUDA out of memory. Tried to allocate 2.00 GiB."
     train(tmp_path / "run", max_steps=8, compute_activation_checkpointing=True)
     torch.testing.assert_close(parameters(tmp_path / "run"), parameters(tmp_path / "whole"))
 
@@ -163,4 +163,4 @@ def test_unreadable_data_is_named(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=r"step 10: cannot read samples 76 to 77: .*Input/output error: 'shard-00003.bin'"):
         train(tmp_path, source=Torn(), checkpoint_every=4)
     assert checkpoints(tmp_path) == ["step-00000004", "step-00000008"]
-    assert problem(finished(tmp_path / "checkpoints")[-1]) is None
+    assert problem(list_checkpoints(tmp_path / "checkpoints")[-1]) is None

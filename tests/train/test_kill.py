@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from headmax import durable
-from headmax.train.checkpoint import finished, step_of
+from headmax.train.checkpoint import list_checkpoints, step_of
 from headmax.train.metrics import read_lines
 from headmax.train.parallel import World
 from headmax.train.trainer import sole_run
@@ -51,13 +51,13 @@ def disturb(out: Path, whole: Path, kills: int) -> None:
             kill_inside_a_write(out / "checkpoints", process)
         else:
             kill_at_random(out, process, moment)
-        reached, saved = losses(out)[-1][0], [0, *map(step_of, finished(out / "checkpoints"))][-1]
+        reached, saved = losses(out)[-1][0], [0, *map(step_of, list_checkpoints(out / "checkpoints"))][-1]
         assert saved >= resumed
         assert reached - saved <= 2 * EVERY, "more is lost than the last interval and the steps taken while a checkpoint was written"
         resumed = saved
     both = [start(*command(folder, "--max-steps", str(resumed + 10))) for folder in (out, whole)]
     output, _ = (finish(process) for process in both)
-    assert resumed == 0 or f"on from step {resumed}" in output
+    assert resumed == 0 or f"resumed from step {resumed}" in output
     assert [step for step, *_ in losses(out)] == list(range(1, resumed + 11))
     assert losses(out) == losses(whole)
     assert torch.equal(parameters(out), parameters(whole))
@@ -86,7 +86,7 @@ def test_torchrun_restarts_when_one_of_four_is_killed(tmp_path: Path) -> None:
     killed = time.time()
     output = finish(run)
     lines = list(read_lines(disturbed / "metrics.jsonl"))
-    assert "on from step" in output
+    assert "resumed from step" in output
     assert next(line["time"] for line in lines if line["time"] > killed + 1) - killed < 60
     assert [line["step"] for line in lines] == list(range(1, 31))
     assert losses(disturbed) == losses(whole)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from headmax import HeadmaxForCausalLM
 from headmax.train import loading
-from headmax.train.checkpoint import MANIFEST, fingerprints, keys
+from headmax.train.checkpoint import MANIFEST, fingerprints, state_keys
 from headmax.train.trainer import fit
 from tests.train.small import Walks, model_config, train, train_config
 
@@ -54,7 +54,7 @@ def test_a_run_is_a_checkpoint(run: tuple[Path, HeadmaxForCausalLM], caplog: pyt
     path, model = run
     with caplog.at_level(logging.INFO, "headmax"):
         loaded = loading.load_model(path, "cpu")
-    assert f"{path}: the model of step 3" in caplog.text
+    assert f"{path}: loaded the model of step 3" in caplog.text
     assert same(loaded, model)
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     assert loaded.generation_config.eos_token_id == [1, 2]
@@ -83,7 +83,7 @@ def test_eval_takes_a_run(run: tuple[Path, HeadmaxForCausalLM], headmax: Any, tm
 
 def test_a_run_without_a_checkpoint_says_so(tmp_path: Path) -> None:
     train(tmp_path, max_steps=1, checkpoint_final=False)
-    with pytest.raises(ValueError, match="no whole checkpoint there yet"):
+    with pytest.raises(ValueError, match="no complete checkpoint yet; wait for the first one"):
         loading.load_model(tmp_path)
 
 
@@ -147,7 +147,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "feature map": (lambda folder: config(folder, feature_map={}), "config.json: "),
     "alias": (lambda folder: config(folder, num_attention_heads="x"), "num_heads must be a positive integer, got 'x'"),
     "dtype": (lambda folder: weights(folder, **{"model.norm.weight": torch.ones(32, dtype=torch.int32)}), "norm.weight is torch.int32"),
-    "end": (bytes_of("generation_config.json", lambda _: b'{"eos_token_id": [1, "x"]}'), "eos_token_id must be one or more tokens"),
+    "end": (
+        bytes_of("generation_config.json", lambda _: b'{"eos_token_id": [1, "x"]}'),
+        "eos_token_id must be one or more ids below",
+    ),
     "longest": (bytes_of("tokenizer_config.json", lambda _: b'{"model_max_length": "x"}'), "no tokenizer there that transformers can load"),
     "no object": (bytes_of("config.json", lambda _: b"[1]"), "config.json: not a JSON object but a list"),
     "no JSON": (bytes_of("config.json", lambda x: x[:-9]), "config.json: not a JSON object"),
@@ -223,8 +226,8 @@ def test_a_hostile_index_is_not_executed(copied: Path, tmp_path: Path, headmax: 
     code, _, errors = headmax("convert", copied, tmp_path / "hf", "--to", "hf")
     assert code == 2
     assert f"{checkpoint / '.metadata'}: not the index of a checkpoint: it names posix.mkdir" in errors
-    for read in (lambda: train(copied, max_steps=4), lambda: keys(checkpoint), lambda: loading.load_model(copied)):
-        with pytest.raises(ValueError, match=r"it names posix\.mkdir, which has no place there"):
+    for read in (lambda: train(copied, max_steps=4), lambda: state_keys(checkpoint), lambda: loading.load_model(copied)):
+        with pytest.raises(ValueError, match=r"it names posix\.mkdir, which is not allowed"):
             read()
     assert not marker.exists()
     assert not (tmp_path / "hf").exists()

@@ -14,7 +14,7 @@ import torch
 from headmax import HeadmaxForCausalLM, HeadmaxModel, recipes
 from headmax.data.mqar import MQAR
 from headmax.train import LogConfig, OptimConfig
-from headmax.train.evaluate import Health, balance, evaluate
+from headmax.train.evaluate import GateHealth, balance, evaluate
 from headmax.train.metrics import Log, read_lines, scalars, stability, summarize
 from headmax.train.parallel import World
 from headmax.train.parallelize import Replica
@@ -92,7 +92,7 @@ def test_validation_is_the_mean_over_held_out_tokens(tmp_path: Path) -> None:
 def test_gate_health() -> None:
     even, winner = torch.full((2, 5, 4), 0.25), torch.zeros(2, 5, 4)
     winner[..., 2] = 3.0  # a gate's scale does not matter
-    health = Health()
+    health = GateHealth()
     health.add(((even, winner), None, (None, even)))
     found = health.read(ALONE)
     assert set(found) == {"0/read", "0/write", "2/write"}
@@ -143,7 +143,7 @@ def test_the_summary_and_the_lines(tmp_path: Path) -> None:
     assert dict(scalars(lines[1]))["gates/0/read/entropy"] == lines[1]["gates"]["0/read"]["entropy"]
 
 
-def test_every_moment_is_on_the_clock_of_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_timestamp_is_on_the_clock_of_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU's clock gives events, which only know how far they are from other events."""
 
     class Event:
@@ -153,7 +153,7 @@ def test_every_moment_is_on_the_clock_of_the_device(tmp_path: Path, monkeypatch:
         def elapsed_time(self, later: "Event") -> float:
             return 1e3 * (later.at - self.at)
 
-    monkeypatch.setattr("headmax.train.trainer.now", lambda device: Event())
+    monkeypatch.setattr("headmax.train.trainer.timestamp", lambda device: Event())
     train(tmp_path, max_steps=6, checkpoint_every=2, eval_every=3, validation=Walks(seed=1))
     assert all(line["seconds"] > 0 for line in read_lines(tmp_path / "metrics.jsonl"))
 

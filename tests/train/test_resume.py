@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from headmax.train.config import decisive
+from headmax.train.config import fixed_settings
 from headmax.train.loading import load_model
 from headmax.train.metrics import read_lines
-from headmax.train.trainer import describe, refuse_changes
+from headmax.train.trainer import model_settings, refuse_changes
 from tests.train.small import Walks, checkpoints, losses, model_config, parameters, train, train_config
 
 
@@ -58,7 +58,7 @@ def test_a_run_of_0_1_resumes(whole: Path, tmp_path: Path) -> None:
 
 
 def test_fields_that_a_later_version_added_have_had_their_defaults(tmp_path: Path) -> None:
-    now = {"model": describe(model_config()), "train": json.loads(json.dumps(decisive(train_config()))), "data": {}}
+    now = {"model": model_settings(model_config()), "train": json.loads(json.dumps(fixed_settings(train_config()))), "data": {}}
     added = {"optim.name", "optim.momentum", "schedule.shape", "schedule.decay_fraction"}
     before = now | {"train": {name: x for name, x in now["train"].items() if name not in added}}
     refuse_changes(before, now, tmp_path)

@@ -1,1 +1,1 @@
-"""A look inside: the gates of a model on a text, and a training run as a picture."""
+"""Gates of a model on a text, and figures of training runs."""

@@ -1,4 +1,4 @@
-"""`headmax curves`: a training run as a few records, and the records as a figure."""
+"""`headmax curves`: summarises a training run as records, and plots them."""
 
 from __future__ import annotations
 
@@ -14,60 +14,61 @@ from headmax.records import Record
 from headmax.train.metrics import SUMMARY, Line, read_lines
 
 POINTS = 200
-"""Of a curve, at most."""
-SETTLED = 20
-"""Steps after which compilation and the first allocations no longer count."""
+"""Most points of a curve."""
+WARMUP_STEPS = 20
+"""Steps to leave out of speed, as they include compilation and first allocations."""
 Curve = list[tuple[int, float]]
 """Values over tokens seen."""
 
 
-def thinned(lines: Sequence[Line], name: str, pick: Callable[[list[float]], float]) -> Curve:
-    """One value for every stretch of steps, at its last token."""
+def downsample(lines: Sequence[Line], name: str, pick: Callable[[list[float]], float]) -> Curve:
+    """One value per group of consecutive steps, at the last step's tokens."""
     width = -(-len(lines) // POINTS)
     parts = [lines[start : start + width] for start in range(0, len(lines), width)]
     return [(part[-1]["tokens"], round(pick([line[name] for line in part]), 4)) for part in parts]
 
 
 def gate_entropies(line: Line, gate: str) -> list[float]:
-    """Of each layer that has that gate, as a fraction of the most it can be."""
+    """Entropy in each layer with this gate, as a fraction of the maximum."""
     return [round(health["entropy"], 4) for name, health in line["gates"].items() if name.endswith(f"/{gate}")]
 
 
 def digest(run: Path, name: str | None = None) -> Iterator[Record]:
-    """What a finished run showed. `name` is what it is called, its folder's name unless given."""
+    """Records of a finished run. `name` is the run's; unless given, its folder's name."""
     if not (run / "summary.json").is_file():
         raise ValueError(f"{run}: no summary.json, which `headmax train` writes when a run ends; give the --out folder of a finished run")
     summary = durable.read_json(run / "summary.json")
     try:
-        fields.check(summary, SUMMARY, set(SUMMARY), others=True)
+        fields.check(summary, SUMMARY, set(SUMMARY), allow_unknown=True)
     except ValueError as error:
         raise ValueError(f"{run / 'summary.json'}: not the summary of a run: {error}") from error
     taken = (line for line in read_lines(run / "metrics.jsonl") if not line["skipped"])
     lines = [line for line in taken if line["loss"] is not None and line["grad_norm"] is not None]
     if not lines:
-        raise ValueError(f"{run / 'metrics.jsonl'}: no step there that was not skipped, and nothing to plot")
-    made = {"date": summary["date"], "device": summary["device"], "commit": summary["commit"]}
+        raise ValueError(f"{run / 'metrics.jsonl'}: all steps were skipped, so there is nothing to plot")
+    origin = {"date": summary["date"], "device": summary["device"], "commit": summary["commit"]}
 
     def record(metric: str, value: float, unit: str, **extra: Any) -> Record:
-        return Record("training", name or run.resolve().name, "headmax", metric, value, unit, **made, extra=extra)
+        return Record("training", name or run.resolve().name, "headmax", metric, value, unit, **origin, extra=extra)
 
-    settled = lines[min(SETTLED, len(lines) - 1) :]
-    speed = sum(line["tokens_per_s"] * line["seconds"] for line in settled) / sum(line["seconds"] for line in settled)
+    timed = lines[min(WARMUP_STEPS, len(lines) - 1) :]
+    speed = sum(line["tokens_per_s"] * line["seconds"] for line in timed) / sum(line["seconds"] for line in timed)
     yield record("tokens", summary["tokens"], "tokens", steps=summary["steps"], skipped=len(summary["skipped_steps"]))
-    yield record("tokens per second", speed, "tokens/s", after=SETTLED, curve=thinned(settled, "tokens_per_s", statistics.median))
-    yield record("training loss", summary["loss"], "nats", curve=thinned(lines, "loss", statistics.fmean))
+    yield record("tokens per second", speed, "tokens/s", after=WARMUP_STEPS, curve=downsample(timed, "tokens_per_s", statistics.median))
+    yield record("training loss", summary["loss"], "nats", curve=downsample(lines, "loss", statistics.fmean))
     if summary["validation"] is not None:
         curve = [(line["tokens"], round(line["validation"]["perplexity"], 3)) for line in lines if "validation" in line]
         yield record("validation perplexity", summary["validation"]["perplexity"], "", curve=curve)
     norms = [line["grad_norm"] for line in lines]
-    yield record("gradient norm", statistics.median(norms), "median", curve=thinned(lines, "grad_norm", max))
-    for kind, found in summary["stability"].items():
-        yield record(kind.replace("_", " "), found["count"], "steps", definition=found["definition"])
-    looks = [line for line in lines if line.get("gates")]
+    yield record("gradient norm", statistics.median(norms), "median", curve=downsample(lines, "grad_norm", max))
+    for kind, events in summary["stability"].items():
+        yield record(kind.replace("_", " "), events["count"], "steps", definition=events["definition"])
+    with_gates = [line for line in lines if line.get("gates")]
     for gate in ("read", "write"):
-        if looks and (last := gate_entropies(looks[-1], gate)):
-            dead = {where: health["dead"] for where, health in looks[-1]["gates"].items() if where.endswith(f"/{gate}") and health["dead"]}
-            curve = [(line["tokens"], round(statistics.fmean(gate_entropies(line, gate)), 4)) for line in looks]
+        if with_gates and (last := gate_entropies(with_gates[-1], gate)):
+            by_gate = with_gates[-1]["gates"]
+            dead = {name: health["dead"] for name, health in by_gate.items() if name.endswith(f"/{gate}") and health["dead"]}
+            curve = [(line["tokens"], round(statistics.fmean(gate_entropies(line, gate)), 4)) for line in with_gates]
             yield record(f"{gate} gate entropy", statistics.fmean(last), "of the most", layers=last, dead=dead, curve=curve)
 
 

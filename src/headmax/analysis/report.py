@@ -1,4 +1,4 @@
-"""One HTML file that shows the gates of one model, or of two side by side. It opens from disk and needs no network."""
+"""A self-contained HTML file that shows the gates of one model, or of two side by side."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from headmax import durable
 from headmax.analysis.gates import Gate, Trace, compare
 
 UNIT = 10_000
-"""Shares are kept as integers of 1 / UNIT, which is what the page shows: four digits, rounded once."""
+"""Shares are stored as integer multiples of 1 / UNIT, the four digits that the page shows, so that they are rounded once."""
 TIE = 255
 MAX_HEADS = TIE
 
 
 def write(path: Path, traces: Sequence[Trace]) -> None:
-    """The report of one or two traces of the same text."""
+    """Writes the report of one or two traces of the same text."""
     durable.write(path, page(traces))
 
 
 def check_place(path: Path, *inputs: Path | None) -> None:
-    """Raises where a report cannot be written: in the place of an input, of a folder, or of a file that is no page."""
+    """ValueError if a report would replace an input, a folder, or a file that is not HTML."""
     durable.refuse_inputs(path, *inputs)
     if path.exists():
         with durable.writing(path), path.open("rb") as file:
-            begins = file.read(64).strip().lower()
-        if begins and not begins.startswith(b"<!doctype html"):
-            raise ValueError(f"{path}: there already, and no HTML page; choose another file to write")
+            start = file.read(64).strip().lower()
+        if start and not start.startswith(b"<!doctype html"):
+            raise ValueError(f"{path}: exists and is not an HTML page; choose another file to write")
 
 
 def page(traces: Sequence[Trace]) -> str:
@@ -56,24 +56,24 @@ def model(trace: Trace) -> dict[str, Any]:
     return {"name": trace.name, "kind": trace.kind, "readPosition": trace.read_position, "layers": layers}
 
 
-def gate(found: Gate | None) -> dict[str, Any] | None:
-    if found is None:
+def gate(x: Gate | None) -> dict[str, Any] | None:
+    if x is None:
         return None
-    if found.heads > MAX_HEADS:
-        raise ValueError(f"a report shows up to {MAX_HEADS} heads, got {found.heads}")
+    if x.heads > MAX_HEADS:
+        raise ValueError(f"a report shows up to {MAX_HEADS} heads, got {x.heads}")
     return {
-        "heads": found.heads,
-        "shares": packed((found.shares.double() * UNIT).round(), ">u2"),
-        "winners": packed(found.winners % (TIE + 1), "u1"),  # -1, a tie, becomes TIE
-        "entropy": round(float(found.entropy.mean()), 4),
-        "load": [round(x, 4) for x in found.load.tolist()],
-        "wins": [round(x, 4) for x in found.wins.tolist()],
-        "dead": found.dead.nonzero().flatten().tolist(),
+        "heads": x.heads,
+        "shares": compress((x.shares.double() * UNIT).round(), ">u2"),
+        "winners": compress(x.winners % (TIE + 1), "u1"),  # -1, a tie, becomes TIE
+        "entropy": round(float(x.entropy.mean()), 4),
+        "load": [round(share, 4) for share in x.load.tolist()],
+        "wins": [round(share, 4) for share in x.wins.tolist()],
+        "dead": x.dead.nonzero().flatten().tolist(),
     }
 
 
-def packed(values: Tensor, dtype: str) -> str:
-    """Deflated, the high bytes before the low ones: alike bytes side by side take less."""
+def compress(values: Tensor, dtype: str) -> str:
+    """Deflated and base64-encoded, high bytes before low ones, as similar bytes next to each other compress better."""
     numbers = values.numpy().astype(dtype)
     planes = numbers.view("u1").reshape(-1, numbers.itemsize).T
     return base64.b64encode(zlib.compress(planes.tobytes())).decode()

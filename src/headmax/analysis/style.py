@@ -1,4 +1,4 @@
-"""One look for all figures, as PNG and SVG."""
+"""A common style for all figures, as PNG and SVG."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SETTINGS: dict[Any, Any] = {
 
 
 PICTURES = durable.Owner(
-    "pictures and records alone",
+    "only pictures and records",
     lambda folder: all(
         path.is_dir() or Path(path.name.removesuffix(durable.UNFINISHED)).suffix in (".png", ".svg", ".jsonl") for path in folder.iterdir()
     ),
@@ -55,7 +55,7 @@ def require_matplotlib() -> None:
 
 @contextlib.contextmanager
 def styled() -> Iterator[None]:
-    """This style, for a block or (as a decorator) for a function that makes and writes figures."""
+    """Applies the style to a block or, as a decorator, to a function that draws and saves figures."""
     require_matplotlib()
     import matplotlib
     from cycler import cycler
@@ -65,7 +65,7 @@ def styled() -> Iterator[None]:
 
 
 def subplots(rows: int = 1, columns: int = 1, *, figsize: tuple[float, float], **options: Any) -> tuple[Figure, Any]:
-    """A figure and its axes. Without pyplot, which would choose a window for the whole process."""
+    """A figure and its axes; without pyplot, which would choose a GUI backend for the whole process."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=figsize)
@@ -73,7 +73,7 @@ def subplots(rows: int = 1, columns: int = 1, *, figsize: tuple[float, float], *
 
 
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:
-    """The figure as PNG and SVG, the same bytes each time."""
+    """Saves the figure as PNG and SVG, deterministically."""
     durable.claim(folder, PICTURES)
     paths = [folder / durable.file_name(f"{name}.{kind}", "the picture's name") for kind in ("png", "svg")]
     for path in paths:
@@ -82,7 +82,7 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
 
 
 def draw(figure: Figure, path: Path) -> None:
-    """The figure as a file of the kind that its name says."""
-    drawn, kind = io.BytesIO(), path.suffix.removeprefix(".")
-    figure.savefig(drawn, format=kind, dpi=130 if kind == "png" else "figure", metadata={"Date": None} if kind == "svg" else None)
-    durable.write(path, drawn.getvalue())
+    """Saves the figure in the format of the file's suffix."""
+    content, kind = io.BytesIO(), path.suffix.removeprefix(".")
+    figure.savefig(content, format=kind, dpi=130 if kind == "png" else "figure", metadata={"Date": None} if kind == "svg" else None)
+    durable.write(path, content.getvalue())

@@ -1,4 +1,4 @@
-"""How long does a token take to decode, over batch, context and decoded length? Plain and with gates in turns, beside peers."""
+"""Decoding latency by batch size, context and decoded length: interleaved, plain and with gates, and of peers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from headmax.generate.sampling import Features
 from headmax.records import Record, Recorder
 
 STEPS = 32
-"""Decoding steps of one timed stretch."""
+"""Decoding steps per timing."""
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,14 @@ class Plan:
     """What one process measures."""
 
     recipe: str
-    """The plain backbone's name; its twin is softmax-<recipe>."""
+    """The plain backbone's recipe; with gates, it is softmax-<recipe>."""
     group: str
     batches: Sequence[int]
     prompts: Sequence[int]
     decoded: Sequence[int]
-    """Lengths of whole generations at batch 1, for engines of ours."""
+    """Lengths of whole generations at batch size 1, with headmax only."""
     peer_tokens: int
-    """Tokens a peer decodes."""
+    """Tokens that a peer decodes."""
     rounds: int
     dtype: torch.dtype
     state_dtype: torch.dtype
@@ -53,7 +53,7 @@ def random_tokens(model: Any, count: int, seed: int = 0) -> list[int]:
 
 
 def step_bytes(engine: Engine, batch: int) -> int:
-    """The least a step must move: every weight read once, every recurrent state read and written."""
+    """Fewest bytes that a step must move: all weights read once, all recurrent states read and written."""
     model = engine.model
     weights = {id(p): p.numel() * p.element_size() for p in model.parameters()}
     if not model.config.tie_word_embeddings:
@@ -65,88 +65,88 @@ def allocated(device: str) -> int:
     return torch.cuda.memory_allocated() if device == "cuda" else 0
 
 
-class Contender:
-    """A model of ours and the engine it is measured in, with the memory both take."""
+class TimedEngine:
+    """A headmax model and its engine, with their memory."""
 
     def __init__(self, name: str, plan: Plan) -> None:
         self.name, self.plan = name, plan
         before = allocated(plan.device)
         self.model = ours(name, plan.device, plan.dtype)
-        self.weights = self.own = allocated(plan.device) - before
-        self.attends = any(self.model.model.uses_attention)
+        self.weight_bytes = self.total_bytes = allocated(plan.device) - before
+        self.has_attention = any(self.model.model.uses_attention)
         self.engine: Any = None
         self.advance: Any = None
         self.size: tuple[int, int | None] = (0, None)
         self.prefix: PrefixState | None = None
 
-    def ready(self, batch: int, context: int, new: int) -> None:
-        """An engine for that batch with every sequence after the same prompt; attention gets no more room than it needs."""
-        size = (batch, context + new if self.attends else None)
+    def load(self, batch: int, context: int, new: int) -> None:
+        """Loads a batch of sequences after the same prompt, with room for `new` tokens each."""
+        size = (batch, context + new if self.has_attention else None)
         if size != self.size:
-            self.engine = self.advance = None  # first, so that memory is that of the new one
+            self.engine = self.advance = None  # freed first, so that memory is measured without the old engine
             before = allocated(self.plan.device)
             self.engine = Engine(self.model, max_batch=batch, state_dtype=self.plan.state_dtype, max_length=size[1])
             self.advance = self.engine.step.prepare(batch, Features())
-            self.own, self.size = self.weights + allocated(self.plan.device) - before, size
+            self.total_bytes, self.size = self.weight_bytes + allocated(self.plan.device) - before, size
         if self.prefix is None or len(self.prefix) != context:
             self.prefix = self.engine.prefill(random_tokens(self.model, context))
         self.engine.step.load([self.prefix] * batch)
 
-    def stretch(self) -> None:
+    def run_steps(self) -> None:
         for _ in range(STEPS):
             self.advance()
 
 
-def latencies(plan: Plan, contenders: dict[str, Contender], make: Recorder, bandwidth: float | None) -> Iterator[Record]:
-    """Time of a step over batches and contexts, the contenders taking turns."""
+def latencies(plan: Plan, engines: dict[str, TimedEngine], make: Recorder, bandwidth: float | None) -> Iterator[Record]:
+    """Time of a step by batch size and context, with engines interleaved."""
     for batch, context in itertools.product(plan.batches, plan.prompts):
         try:
-            for contender in contenders.values():
-                contender.ready(batch, context, STEPS * (plan.rounds + 1))
-                contender.stretch()
+            for engine in engines.values():
+                engine.load(batch, context, STEPS * (plan.rounds + 1))
+                engine.run_steps()
         except torch.OutOfMemoryError:
-            yield make(f"{contender.name} batch {batch} context {context}", "headmax", "out of memory", 1, "")
+            yield make(f"{engine.name} batch {batch} context {context}", "headmax", "out of memory", 1, "")
             continue
         if plan.device == "cuda":
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
         before = allocated(plan.device)
-        times: dict[str, list[float]] = {name: [] for name in contenders}
+        times: dict[str, list[float]] = {name: [] for name in engines}
         for _ in range(plan.rounds):
-            for name, contender in contenders.items():
-                times[name].append(seconds(contender.stretch, torch.device(plan.device)) / STEPS)
+            for name, engine in engines.items():
+                times[name].append(seconds(engine.run_steps, torch.device(plan.device)) / STEPS)
         grown = torch.cuda.max_memory_allocated() - before if plan.device == "cuda" else 0
-        for name, contender in contenders.items():
-            taken, case = median(times[name]), f"{contender.name} batch {batch} context {context}"
+        for name, engine in engines.items():
+            taken, case = median(times[name]), f"{engine.name} batch {batch} context {context}"
             extra: dict[str, Any] = {"rounds": plan.rounds, "steps": STEPS, "best": 1e3 * min(times[name])}
             extra |= {"dtype": str(plan.dtype).removeprefix("torch."), "state": str(plan.state_dtype).removeprefix("torch.")}
-            if not contender.attends:
-                moved = step_bytes(contender.engine, batch)
+            if not engine.has_attention:
+                moved = step_bytes(engine.engine, batch)
                 extra |= {"GB moved": moved / 1e9} | ({} if bandwidth is None else {"of the bandwidth": moved / taken / bandwidth})
             yield make(case, "headmax", "latency per token", 1e3 * taken, "ms", **extra)
             yield make(case, "headmax", "tokens per second", batch / taken, "tokens/s")
             if plan.device == "cuda":
-                yield make(case, "headmax", "memory", (contender.own + grown) / 2**30, "GiB")
-        if set(contenders) == {"plain", "softmax"}:
+                yield make(case, "headmax", "memory", (engine.total_bytes + grown) / 2**30, "GiB")
+        if set(engines) == {"plain", "softmax"}:
             ratio, interval = paired(times["softmax"], times["plain"])
             case = f"{plan.recipe} batch {batch} context {context}"
             yield make(case, "headmax", "softmax over plain/latency", ratio, "ratio", interval=interval)
 
 
-def generations(plan: Plan, contenders: dict[str, Contender], make: Recorder) -> Iterator[Record]:
-    """Whole generations of one text, prompt included, as a user calls them; the first of two is to warm up."""
-    for contender, count in itertools.product(contenders.values(), plan.decoded):
-        contender.ready(1, plan.prompts[0], count)
-        prompt = random_tokens(contender.model, plan.prompts[0])
-        contender.engine.generate(Request(prompt, max_new_tokens=2, sampling=GREEDY))
+def generations(plan: Plan, engines: dict[str, TimedEngine], make: Recorder) -> Iterator[Record]:
+    """End-to-end time of generating one text, including the prompt, after a short generation to warm up."""
+    for engine, count in itertools.product(engines.values(), plan.decoded):
+        engine.load(1, plan.prompts[0], count)
+        prompt = random_tokens(engine.model, plan.prompts[0])
+        engine.engine.generate(Request(prompt, max_new_tokens=2, sampling=GREEDY))
         begin = time.perf_counter()
-        contender.engine.generate(Request(prompt, max_new_tokens=count, sampling=GREEDY))
-        taken, case = time.perf_counter() - begin, f"{contender.name} batch 1 context {plan.prompts[0]} decoded {count}"
+        engine.engine.generate(Request(prompt, max_new_tokens=count, sampling=GREEDY))
+        taken, case = time.perf_counter() - begin, f"{engine.name} batch 1 context {plan.prompts[0]} decoded {count}"
         yield make(case, "headmax", "end to end", taken, "s", per_token=1e3 * taken / count)
 
 
 def llama(recipe: str) -> Any:
-    """transformers' Llama at the size of our Transformer++ recipe, with PyTorch's attention."""
+    """transformers' Llama with the sizes of our Transformer++ recipe and PyTorch's attention."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     model = recipes.get(recipe).model
@@ -163,7 +163,7 @@ def llama(recipe: str) -> Any:
 
 
 def peers(plan: Plan) -> dict[tuple[str, str], tuple[Callable[[], Any], dict[str, Any]]]:
-    """(impl, what) → how to make the model, and options of its `generate`."""
+    """(impl, name) → (builder of the model, options of its `generate`)."""
     from headmax.bench.train import fla
 
     def compiled() -> HeadmaxForCausalLM:
@@ -181,7 +181,7 @@ def peers(plan: Plan) -> dict[tuple[str, str], tuple[Callable[[], Any], dict[str
 
 
 def through_generate(plan: Plan, make: Recorder) -> Iterator[Record]:
-    """A peer's time per token: that of a whole `generate` less that of one half as long."""
+    """A peer's time per token, from the difference between `generate` of all and of half the tokens."""
     for (impl, name), (build, options) in peers(plan).items():
         model = build().to(plan.device, plan.dtype).eval()
         for batch, prompt in itertools.product(plan.batches, plan.prompts):
@@ -208,7 +208,7 @@ def through_generate(plan: Plan, make: Recorder) -> Iterator[Record]:
 
 
 def measure(plan: Plan) -> Iterator[Record]:
-    """Everything one process measures, printed as it comes."""
+    """Yields all records of a process, and prints each."""
     for record in _measure(plan):
         print(record.line(width=58), flush=True)
         yield record
@@ -225,12 +225,12 @@ def _measure(plan: Plan) -> Iterator[Record]:
     names = {"plain": plan.recipe, "softmax": f"softmax-{plan.recipe}"}
     if plan.group == "transformer":
         names = {"transformer": f"transformer-{plan.recipe.split('-')[-1]}"}
-    contenders = {kind: Contender(name, plan) for kind, name in names.items()}
-    yield from latencies(plan, contenders, make, None if ceilings is None else ceilings.bytes)
-    yield from generations(plan, contenders, make)
+    engines = {kind: TimedEngine(name, plan) for kind, name in names.items()}
+    yield from latencies(plan, engines, make, None if ceilings is None else ceilings.bytes)
+    yield from generations(plan, engines, make)
 
 
 def bench(plan: Plan, limit: float | None, say: Callable[[str], None]) -> list[Record]:
-    """One plan; with a `limit` in seconds in a process of its own."""
+    """Measures a plan; with a `limit` in seconds, in a separate process."""
     say(f"{plan.recipe}: {plan.group}")
     return list(measure(plan)) if limit is None else isolated(measure, plan, limit=limit, say=say)

@@ -1,4 +1,4 @@
-"""A measurement in a process of its own, with a time limit: a peer that tunes for minutes, or crashes, takes nothing with it."""
+"""Measures in a separate process with a time limit, so that a peer that autotunes for minutes, or crashes, does no harm."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def isolated(
     say: Callable[[str], None],
     environment: Mapping[str, str] | None = None,
 ) -> list[Record]:
-    """All records `measure(*arguments)` yields within `limit` seconds."""
+    """All records that `measure(*arguments)` yields within `limit` seconds."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "records.jsonl")
         path.touch()
@@ -47,5 +47,5 @@ def isolated(
             process.kill()
             process.join()
         elif process.exitcode:
-            say(f"{arguments}: failed, see above")
+            say(f"{arguments}: failed; see the error above")
         return [Record(**json.loads(line)) for line in path.read_text().splitlines()]

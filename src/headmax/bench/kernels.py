@@ -1,10 +1,10 @@
-"""How fast are the ops, forward and backward, beside a peer at the same shapes in the same run? And what do the gates cost?"""
+"""Speed of the ops, forward and backward, compared with a peer at the same shapes in the same run; and gate overhead."""
 
 from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,9 +29,9 @@ RECIPE_CASES = {
     "gated_delta_rule": Case(batch=8, time=4096, heads=4, key=128, value=256),
     "kda": Case(batch=8, time=4096, heads=16, key=128, value=128),
 }
-"""What the layers of the 340m recipes call, and Kimi-Linear's heads, half of them, at a batch of 32k tokens."""
-PAST_CACHE = 2**27
-"""Bytes of inputs after which a GPU's cache no longer holds the first of them."""
+"""Shapes in layers of the 340m recipes, and half of Kimi-Linear's heads, with 32k tokens per batch."""
+CACHE_BYTES = 2**27
+"""More than the L2 cache of a GPU."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ def fla(op: str) -> Contender:
 
 
 def transformers_gated_delta_rule(op: str = "gated_delta_rule") -> Contender | None:
-    """Hugging Face transformers' own chunked gated delta rule in plain PyTorch (Qwen3-Next)."""
+    """Hugging Face transformers' chunked gated delta rule in plain PyTorch (Qwen3-Next)."""
     if op != "gated_delta_rule":
         return None
     from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule as dispatching
 
-    torch_chunk_gated_delta_rule = inspect.unwrap(dispatching)  # else it calls flash-linear-attention where that is installed
+    torch_chunk_gated_delta_rule = inspect.unwrap(dispatching)  # otherwise it calls flash-linear-attention, if installed
 
     def run(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, normalize_qk: bool) -> tuple[Tensor, Any]:
         q, k = per_value_head(q, v), per_value_head(k, v)
@@ -71,7 +71,7 @@ PEERS: dict[str, Callable[[str], Contender | None]] = {"none": lambda op: None, 
 
 
 def trainable(case: Case) -> Callable[[str], bool]:
-    """Which inputs get a gradient: a decay per head is a constant of the architecture."""
+    """Whether an input needs a gradient: a decay per head is a constant of the architecture."""
     return lambda name: name != "log_decay" or case.decay != "head"
 
 
@@ -86,7 +86,7 @@ def shortened(case: Case, time: int = 200) -> Case:
 
 
 def error(contender: Contender, case: Case, dtype: torch.dtype, device: torch.device) -> float:
-    """Distance of output, state and gradients to the float64 oracle, the largest of them, on a short sequence of that shape."""
+    """Largest distance of output, state and gradients to the float64 oracle, on a short sequence."""
     spec = SPECS[contender.op]
     inputs = spec.inputs(shortened(case), dtype, device)
     constants = {name: x for name, x in inputs.items() if not trainable(case)(name)}
@@ -96,17 +96,17 @@ def error(contender: Contender, case: Case, dtype: torch.dtype, device: torch.de
 
 
 class Steps:
-    """The forward pass alone, and the forward and backward pass, on inputs that rotate past the cache of a GPU."""
+    """The forward pass, and the forward and backward pass, on several inputs in turn, so that none is in the GPU's cache."""
 
     def __init__(self, contender: Contender, case: Case, dtype: torch.dtype, device: torch.device) -> None:
         one = SPECS[contender.op].inputs(case, dtype, device)
         size = sum(x.numel() * x.element_size() for x in one.values() if isinstance(x, Tensor))
-        copies = 1 if device.type == "cpu" else 1 + PAST_CACHE // size
-        wanted = trainable(case)
+        copies = 1 if device.type == "cpu" else 1 + CACHE_BYTES // size
+        needs_gradient = trainable(case)
         sets = []
         for _ in range(copies):
             inputs = {name: x.detach().clone() if isinstance(x, Tensor) else x for name, x in one.items()}
-            leaves = [x.requires_grad_() for name, x in inputs.items() if isinstance(x, Tensor) and wanted(name)]
+            leaves = [x.requires_grad_() for name, x in inputs.items() if isinstance(x, Tensor) and needs_gradient(name)]
             sets.append((inputs, leaves))
         self.sets, self.function = itertools.cycle(sets), contender.function
         self.d_output = torch.randn(case.batch, case.time, case.out_heads, case.value, device=device).to(dtype)
@@ -124,35 +124,61 @@ class Steps:
 def measure(
     op: str, case: Case, peer: str, dtype: torch.dtype, device: torch.device, rounds: int, gates: bool, lengths: tuple[int, ...]
 ) -> Iterator[Record]:
-    """One op beside its peer: errors first, then times; then the gates' cost, in pairs; then longer sequences."""
-    make, name = Recorder("kernels", device), str(case)
-    contenders = [c for c in (PEERS[peer](op), ours(op)) if c is not None]
-    steps: dict[str, Steps] = {}
-    for contender in contenders:
+    """An op and its peer: errors, then times; then gate overhead, in pairs; then longer sequences."""
+    make = Recorder("kernels", device)
+    steps = yield from check_accuracy(make, op, case, peer, dtype, device)
+    yield from measure_times(make, op, case, steps, dtype, device, rounds)
+    if gates:
+        yield from gate_overhead(make, op, case, steps["headmax"], dtype, device, rounds)
+    for time in lengths:
+        longer = replace(case, time=time)
+        step = Steps(ours(op), longer, dtype, device)
+        memory = peak_memory(step.both, device)
+        seconds = interleaved({"": step.both}, device, max(3, rounds // 2), warmup=0)[""]
+        yield make(str(longer), "headmax", f"{op}/time per token", 1e6 * median(seconds) / (time * case.batch), "us")
+        if memory is not None:
+            yield make(str(longer), "headmax", f"{op}/memory per token", memory / (time * case.batch), "bytes")
+
+
+def check_accuracy(
+    make: Recorder, op: str, case: Case, peer: str, dtype: torch.dtype, device: torch.device
+) -> Generator[Record, None, dict[str, Steps]]:
+    """Runs each implementation and yields its error; returns those that run. ValueError for an inaccurate one."""
+    name, steps = str(case), {}
+    for contender in (PEERS[peer](op), ours(op)):
+        if contender is None:
+            continue
         step = Steps(contender, case, dtype, device)
         try:
-            step.forward()  # a peer that tunes itself once does so on what is timed, not on the short check
+            step.forward()  # at full size first, as a peer may autotune on its first input
             step.both()
-            off = error(contender, case, dtype, device)
+            deviation = error(contender, case, dtype, device)
         except RuntimeError as refused:
             if contender.impl == "headmax":
                 raise
             yield make(name, contender.impl, f"{op}/refused", 1, "", reason=str(refused).splitlines()[0])
             continue
-        yield make(name, contender.impl, f"{op}/error", off, "relative")
-        if not off <= TOLERANCE[dtype]:
+        yield make(name, contender.impl, f"{op}/error", deviation, "relative")
+        if not deviation <= TOLERANCE[dtype]:
             allowed = f"(allowed {TOLERANCE[dtype]:.0e})"
-            raise ValueError(f"{contender.impl} {op} is {off:.1e} from the oracle {allowed}: no speed is reported")
+            raise ValueError(f"{contender.impl} {op} is {deviation:.1e} from the oracle {allowed}: no speed is reported")
         steps[contender.impl] = step
-    ceilings = Ceilings.of(device)
+    return steps
+
+
+def measure_times(
+    make: Recorder, op: str, case: Case, steps: Mapping[str, Steps], dtype: torch.dtype, device: torch.device, rounds: int
+) -> Iterator[Record]:
+    """Times of the forward pass, and of the forward and backward pass, with throughput."""
+    name, ceilings = str(case), Ceilings.of(device)
     for metric, passes in (("forward", 1), ("forward+backward", 3)):
         functions = {impl: step.forward if passes == 1 else step.both for impl, step in steps.items()}
-        for impl, times in interleaved(functions, device, rounds).items():
-            taken = median(times)
+        for impl, seconds in interleaved(functions, device, rounds).items():
+            taken = median(seconds)
             flops, moved = (passes * n for n in (SPECS[op].flops(case), SPECS[op].bytes_moved(case, dtype.itemsize)))
             extra: dict[str, Any] = {
                 "rounds": rounds,
-                "best": 1e3 * min(times),
+                "best": 1e3 * min(seconds),
                 "TFLOP/s": flops / taken / 1e12,
                 "GB/s": moved / taken / 1e9,
             }
@@ -162,24 +188,21 @@ def measure(
                 extra["triton"] = triton.__version__
                 extra["roofline"] = max(flops / ceilings.flops, moved / ceilings.bytes) / taken
             yield make(name, impl, f"{op}/{metric}", 1e3 * taken, "ms", **extra)
-    if gates:
-        gated = Steps(ours(op), replace(case, gates="both"), dtype, device)
-        pairs = interleaved({"gated": gated.both, "plain": steps["headmax"].both}, device, max(50, rounds), warmup=3)
-        ratio, interval = paired(pairs["gated"], pairs["plain"])
-        yield make(name, "headmax", f"{op}/gated over plain", ratio, "ratio", pairs=len(pairs["plain"]), interval=interval)
-        if device.type == "cuda":
-            without, with_gates = kernel_times(steps["headmax"].both), kernel_times(gated.both)
-            for kernel in dict.fromkeys((*without, *with_gates)):
-                (bare, once), (taken, launches) = (times.get(kernel, (0.0, 0.0)) for times in (without, with_gates))
-                yield make(name, "headmax", f"{op}/{kernel}", 1e6 * bare, "us", gated=1e6 * taken, launches=max(once, launches))
-    for time in lengths:
-        longer = replace(case, time=time)
-        step = Steps(ours(op), longer, dtype, device)
-        memory = peak_memory(step.both, device)
-        times = interleaved({"": step.both}, device, max(3, rounds // 2), warmup=0)[""]
-        yield make(str(longer), "headmax", f"{op}/time per token", 1e6 * median(times) / (time * case.batch), "us")
-        if memory is not None:
-            yield make(str(longer), "headmax", f"{op}/memory per token", memory / (time * case.batch), "bytes")
+
+
+def gate_overhead(
+    make: Recorder, op: str, case: Case, plain: Steps, dtype: torch.dtype, device: torch.device, rounds: int
+) -> Iterator[Record]:
+    """The ratio of times with and without gates and, on a GPU, the time of each kernel."""
+    name, gated = str(case), Steps(ours(op), replace(case, gates="both"), dtype, device)
+    pairs = interleaved({"gated": gated.both, "plain": plain.both}, device, max(50, rounds), warmup=3)
+    ratio, interval = paired(pairs["gated"], pairs["plain"])
+    yield make(name, "headmax", f"{op}/gated over plain", ratio, "ratio", pairs=len(pairs["plain"]), interval=interval)
+    if device.type == "cuda":
+        without, with_gates = kernel_times(plain.both), kernel_times(gated.both)
+        for kernel in dict.fromkeys((*without, *with_gates)):
+            (base, once), (taken, launches) = (seconds.get(kernel, (0.0, 0.0)) for seconds in (without, with_gates))
+            yield make(name, "headmax", f"{op}/{kernel}", 1e6 * base, "us", gated=1e6 * taken, launches=max(once, launches))
 
 
 def bench(
@@ -194,14 +217,14 @@ def bench(
     lengths: tuple[int, ...] = (),
     limit: float | None = None,
 ) -> list[Record]:
-    """Every op of `cases`; with a `limit` in seconds each in a process of its own."""
+    """Measures every op of `cases`; with a `limit` in seconds, each in a separate process."""
     from headmax.bench.isolated import isolated
 
     if peer not in PEERS:
         raise ValueError(f"unknown peer {peer!r}{suggest(peer, PEERS)}")
-    found: list[Record] = []
+    measured: list[Record] = []
     for op, case in cases.items():
         say(f"{op} {case}")
         arguments = (op, case, peer, dtype, device, rounds, gates, lengths)
-        found += measure(*arguments) if limit is None else isolated(measure, *arguments, limit=limit, say=say)
-    return found
+        measured += measure(*arguments) if limit is None else isolated(measure, *arguments, limit=limit, say=say)
+    return measured

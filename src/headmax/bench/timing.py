@@ -1,4 +1,4 @@
-"""How time and memory are measured."""
+"""Measures time and memory."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from pathlib import Path
 
 import torch
 
-AHEAD = 20_000_000
-"""Clock cycles (about 10 ms) a GPU is kept waiting, so that the launches of what is timed queue up: its time, not Python's."""
+QUEUE_CYCLES = 20_000_000
+"""Clock cycles (about 10 ms) for which the GPU waits while launches queue up, so that Python's time is not measured."""
 
 
-def seconds(function: Callable[[], object], device: torch.device, ahead: int = AHEAD) -> float:
-    """One call, by device events on a GPU and by the wall clock elsewhere."""
+def seconds(function: Callable[[], object], device: torch.device, queue_cycles: int = QUEUE_CYCLES) -> float:
+    """Time of one call: by events on a GPU, by the wall clock elsewhere."""
     if device.type == "cuda":
         with torch.cuda.device(device):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            torch.cuda._sleep(ahead)
+            torch.cuda._sleep(queue_cycles)
             start.record()
             function()
             end.record()
@@ -37,7 +37,7 @@ def seconds(function: Callable[[], object], device: torch.device, ahead: int = A
 def interleaved(
     functions: Mapping[str, Callable[[], object]], device: torch.device, rounds: int, warmup: int = 1
 ) -> dict[str, list[float]]:
-    """Times every function once a round, so that a slow spell of the machine meets them all."""
+    """Times every function once per round, so that a slow phase of the machine affects all."""
     for _ in range(warmup):
         for function in functions.values():
             function()
@@ -49,7 +49,7 @@ def interleaved(
 
 
 def kernel_times(function: Callable[[], object], calls: int = 20) -> dict[str, tuple[float, float]]:
-    """Seconds on the GPU and launches of each kernel of one call."""
+    """(seconds on the GPU, launches) per call of each kernel."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
@@ -58,18 +58,17 @@ def kernel_times(function: Callable[[], object], calls: int = 20) -> dict[str, t
         for _ in range(calls):
             function()
         torch.cuda.synchronize()
-    found: dict[str, list[float]] = {}
+    by_kernel: dict[str, list[float]] = {}
     for event in trace.events() or ():
         if event.device_type == DeviceType.CUDA:
-            found.setdefault(event.name, []).append(event.device_time / 1e6)
-    return {name: (sum(times) / calls, len(times) / calls) for name, times in found.items()}
+            by_kernel.setdefault(event.name, []).append(event.device_time / 1e6)
+    return {name: (sum(times) / calls, len(times) / calls) for name, times in by_kernel.items()}
 
 
 def paired(times: Sequence[float], base: Sequence[float]) -> tuple[float, list[float] | None]:
-    """Median of times / base over interleaved pairs, and its 95% interval, None for too few.
+    """Median of times / base over interleaved pairs, and its 95% confidence interval; None for too few pairs.
 
-    The interval lies between the ranks that hold a median by binomial tails. A pause of the machine, which meets one of a pair, moves a
-    mean but not these.
+    The interval is between order statistics, from binomial tails. Unlike a mean, it is robust to pauses of the machine within a pair.
     """
     ratios = sorted(a / b for a, b in zip(times, base, strict=True))
     tails = itertools.accumulate(math.comb(len(ratios), k) / 2 ** len(ratios) for k in range(len(ratios)))
@@ -79,7 +78,7 @@ def paired(times: Sequence[float], base: Sequence[float]) -> tuple[float, list[f
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the card reaches in a large product and a large copy, rather than what its sheet says."""
+    """Measured throughput of the GPU in a large product and a large copy, instead of its specification."""
 
     flops: float
     """bfloat16 FLOP/s."""
@@ -88,7 +87,7 @@ class Ceilings:
 
     @classmethod
     def of(cls, device: torch.device) -> Ceilings | None:
-        """Measured now; None for a CPU."""
+        """Measures the device; None for a CPU."""
         if device.type != "cuda":
             return None
         a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
@@ -103,7 +102,7 @@ def median(times: list[float]) -> float:
 
 
 def peak_memory(function: Callable[[], object], device: torch.device) -> int | None:
-    """Bytes a call needs beyond what is held before it; None where the system does not tell."""
+    """Bytes that a call needs in addition to those allocated before; None if the system does not report them."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -112,7 +111,7 @@ def peak_memory(function: Callable[[], object], device: torch.device) -> int | N
         return torch.cuda.max_memory_allocated(device) - before
     try:
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # else the call would be served from memory that is free but still resident
+        ctypes.CDLL(None).malloc_trim(0)  # otherwise the call may reuse free memory that is still resident
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak to what is resident now
         before = _resident("VmRSS")
         function()

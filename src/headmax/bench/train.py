@@ -1,4 +1,4 @@
-"""How long is a whole training step, and how much memory does it take? Ours, plain and with gates, beside peers, in one run."""
+"""Time and memory of whole training steps, plain, with gates and of peers, in one run."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from headmax import HeadmaxForCausalLM, recipes
 from headmax.bench.isolated import isolated
 from headmax.bench.timing import Ceilings, paired, seconds
 from headmax.records import Record, Recorder
-from headmax.train.graph import REHEARSALS, Replayed, ReplayedUpdate
+from headmax.train.graph import WARMUP_CALLS, Replayed, ReplayedUpdate
 
-STEP_AHEAD = 100_000_000
-"""Clock cycles (about 50 ms) of launches ahead of the GPU, as in a training loop, which does not wait for the step before."""
+STEP_QUEUE_CYCLES = 100_000_000
+"""Clock cycles (about 50 ms) to queue launches, as in a training loop, which does not wait for the previous step."""
 Models = Mapping[tuple[str, str], Callable[[], nn.Module]]
-"""(impl, variant) and how to make it; they share a process and take turns."""
+"""(impl, variant) → builder of a model. They share a process and are interleaved."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Plan:
     """What one process measures."""
 
     recipe: str
-    """The plain backbone's name; its twin is softmax-<recipe>."""
+    """The plain backbone's recipe; with gates, it is softmax-<recipe>."""
     grid: Sequence[tuple[int, int]]
-    """Lengths and batch sizes."""
+    """(length, batch size) pairs."""
     rounds: int
 
 
@@ -42,9 +42,9 @@ def ours(name: str, compiled: bool = True) -> nn.Module:
 
 
 def fla(recipe: str, compiled: bool = False) -> nn.Module:
-    """flash-linear-attention's own model at the recipe's sizes, with every fusion it has. Its residual stream is bfloat16 like ours.
+    """flash-linear-attention's model with the recipe's sizes and all its fusions. Its residual stream is bfloat16, like ours.
 
-    Compiled block by block, its ops stay outside of the graphs.
+    If `compiled`, block by block, its ops stay outside the compiled graphs.
     """
     import fla.models
 
@@ -62,15 +62,16 @@ def fla(recipe: str, compiled: bool = False) -> nn.Module:
     if kind == "gdn":
         settings |= {"head_dim": model.hidden_size // 2 // model.num_heads, "expand_v": 2.0}
     name = {"gla": "GLA", "retnet": "RetNet", "gdn": "GatedDeltaNet"}[kind]
-    made = getattr(fla.models, f"{name}ForCausalLM")(getattr(fla.models, f"{name}Config")(**settings))
-    made.model.embeddings.register_forward_hook(lambda module, args, output: output.to(torch.bfloat16))
-    for block in made.model.layers if compiled else ():
-        block.compile()
-    return made
+    peer = getattr(fla.models, f"{name}ForCausalLM")(getattr(fla.models, f"{name}Config")(**settings))
+    peer.model.embeddings.register_forward_hook(lambda module, args, output: output.to(torch.bfloat16))
+    if compiled:
+        for block in peer.model.layers:
+            block.compile()
+    return peer
 
 
 def groups(recipe: str, peer: str) -> dict[str, Models]:
-    """What is measured, by the name of the process."""
+    """Models to measure, by process."""
     peers: dict[str, Models] = {
         "fla": {("fla", "plain"): functools.partial(fla, recipe)},
         "fla-compiled": {("fla", "compiled"): functools.partial(fla, recipe, compiled=True)},
@@ -88,7 +89,7 @@ def groups(recipe: str, peer: str) -> dict[str, Models]:
 class Step:
     """One optimizer step on random tokens: float32 parameters (or the model's own dtype), bfloat16 compute, clipping, fused AdamW.
 
-    Whosesoever the model is, it is replayed as the trainer's steps are: gradients as one CUDA graph, the update as another.
+    Peers too run as the trainer's steps do: gradients as one CUDA graph, the update as another.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -100,7 +101,7 @@ class Step:
         self.mixed = next(model.parameters()).dtype == torch.float32
 
     def shape(self, length: int, batch: int) -> None:
-        """For tokens of this shape, with graphs of its own."""
+        """Sets the shape of tokens, with new graphs."""
         self.tokens = torch.randint(0, self.vocab, (batch, length), device="cuda")
         self.replayed = Replayed(self.gradients, self.model.parameters())
         self.replayed_update = ReplayedUpdate(self.advance, self.optimizer, self.replayed)
@@ -120,24 +121,24 @@ class Step:
         self.optimizer.zero_grad()
         return loss
 
-    def own_bytes(self) -> int:
-        """What the model and its optimizer hold between steps."""
+    def resident_bytes(self) -> int:
+        """Memory of the model and its optimizer between steps."""
         tensors = [*self.model.parameters(), *self.model.buffers(), self.tokens]
         tensors += [x for state in self.optimizer.state.values() for x in state.values() if isinstance(x, Tensor) and x.is_cuda]
         return sum(x.numel() * x.element_size() for x in tensors)
 
     def peak_memory(self) -> int:
-        """Bytes of a step, without what other models hold; a graph takes its memory when it is captured."""
+        """Peak memory of a step without that of other models, including captures of graphs, which allocate their memory."""
         torch.cuda.synchronize()
-        others = torch.cuda.memory_allocated() - self.own_bytes()
+        other_models = torch.cuda.memory_allocated() - self.resident_bytes()
         torch.cuda.reset_peak_memory_stats()
-        for _ in range(REHEARSALS + 2):
+        for _ in range(WARMUP_CALLS + 2):
             self()
-        return torch.cuda.max_memory_allocated() - others
+        return torch.cuda.max_memory_allocated() - other_models
 
 
 def prepare(models: Models, length: int, batch: int) -> dict[tuple[str, str], Step]:
-    """The models' steps, each run once. A run has one shape, which its graphs are made for: so has every point of the grid."""
+    """The models' steps, each run once. As a training run has a single shape, blocks are compiled for each point of the grid separately."""
     torch._dynamo.config.automatic_dynamic_shapes = False
     steps = {}
     for key, build in models.items():
@@ -149,7 +150,7 @@ def prepare(models: Models, length: int, batch: int) -> dict[tuple[str, str], St
 
 
 def measure(plan: Plan, models: Models) -> Iterator[Record]:
-    """Everything one process measures: the grid, its models taking turns."""
+    """All records of a process: the grid, with models interleaved."""
     make, device = Recorder("train", "cuda"), torch.device("cuda")
     ceilings = Ceilings.of(device)
     assert ceilings is not None
@@ -160,7 +161,7 @@ def measure(plan: Plan, models: Models) -> Iterator[Record]:
 
 
 def point(make: Recorder, plan: Plan, steps: Mapping[tuple[str, str], Step], length: int, batch: int, rate: float) -> Iterator[Record]:
-    """One length and batch size; `rate` is the FLOP/s of large products."""
+    """A length and batch size; `rate` is the FLOP/s of large products."""
     import triton
 
     case, peaks = f"{plan.recipe} {length}x{batch}", {}
@@ -170,13 +171,13 @@ def point(make: Recorder, plan: Plan, steps: Mapping[tuple[str, str], Step], len
         peaks[key] = step.peak_memory()
     for _ in range(plan.rounds):
         for key, step in steps.items():
-            times[key].append(seconds(step, torch.device("cuda"), STEP_AHEAD))
+            times[key].append(seconds(step, torch.device("cuda"), STEP_QUEUE_CYCLES))
     for (impl, variant), step in steps.items():
         taken = statistics.median(times[impl, variant])
         size = sum(p.numel() for p in step.model.parameters())
-        how: dict[str, Any] = {"rounds": plan.rounds, "ahead": STEP_AHEAD, "parameters": size, "triton": triton.__version__}
-        how |= {"fastest": min(times[impl, variant]), "slowest": max(times[impl, variant])}
-        yield make(case, impl, f"{variant}/tokens per second", length * batch / taken, "tokens/s", None, **how)
+        extra: dict[str, Any] = {"rounds": plan.rounds, "ahead": STEP_QUEUE_CYCLES, "parameters": size, "triton": triton.__version__}
+        extra |= {"fastest": min(times[impl, variant]), "slowest": max(times[impl, variant])}
+        yield make(case, impl, f"{variant}/tokens per second", length * batch / taken, "tokens/s", None, **extra)
         yield make(case, impl, f"{variant}/peak memory", peaks[impl, variant] / 2**30, "GiB")
         yield make(case, impl, f"{variant}/MFU", 6 * size * length * batch / taken / rate, "of the measured matmul rate")
     if len(steps) == 2:
@@ -187,7 +188,7 @@ def point(make: Recorder, plan: Plan, steps: Mapping[tuple[str, str], Step], len
 
 
 def bench(plan: Plan, processes: Mapping[str, Models], limit: float, say: Callable[[str], None]) -> Iterator[Record]:
-    """A process each, one after the other on the same card."""
+    """Measures each process, one after the other on the same GPU."""
     for name, models in processes.items():
         say(f"{plan.recipe}: {name}")
         yield from isolated(measure, plan, models, limit=limit, say=say)

@@ -1,4 +1,4 @@
-"""Which block shapes are fastest? Times every kernel with every candidate and writes the table the kernels read."""
+"""Tunes block shapes: times every kernel with every candidate and writes the table that kernels read."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from headmax.ops.spec import Case
 from headmax.records import current_commit
 
 WIDTHS = {"narrow": (128, 256), "wide": (256, 512)}
-"""Key and value width that stand for a class of heads."""
+"""Key and value width to represent a class of heads."""
 
 
 def read_candidates() -> dict[str, dict[str, dict[str, list[Tiles]]]]:
-    """What candidates.json says: tiles by name ("whole": for scans that hold all key channels), and which of them each kernel tries."""
-    found = json.loads(Path(__file__).with_name("candidates.json").read_text())
+    """candidates.json: tiles by name ("whole": for scans with all key channels in one block), and the names for each kernel."""
+    content = json.loads(Path(__file__).with_name("candidates.json").read_text())
 
     def lists(uses: dict[str, list[str]]) -> dict[str, list[Tiles]]:
-        return {use: [tiles for name in names for tiles in found["tiles"][name]] for use, names in uses.items()}
+        return {use: [tiles for name in names for tiles in content["tiles"][name]] for use, names in uses.items()}
 
-    return {op: {kernel: lists(uses) for kernel, uses in kernels.items()} for op, kernels in found["ops"].items()}
+    return {op: {kernel: lists(uses) for kernel, uses in kernels.items()} for op, kernels in content["ops"].items()}
 
 
 CANDIDATES = read_candidates()
@@ -63,7 +63,7 @@ def case_of(op: str, width: str, time: int) -> Case:
 
 @functools.lru_cache(maxsize=1)
 def step(op: str, width: str, time: int) -> Callable[[], object]:
-    """A forward and backward pass of `op` in bfloat16 for heads of that class."""
+    """A forward and backward pass of `op` in bfloat16 for heads of a class."""
     batch, case = 8, case_of(op, width, time=64)
     inputs = {
         name: x.repeat(batch, time // 64, *[1] * (x.ndim - 2)) if isinstance(x, Tensor) and x.ndim > 1 else x
@@ -76,7 +76,7 @@ def step(op: str, width: str, time: int) -> Callable[[], object]:
 
 
 def choose(op: str, width: str, n: int, only: str | None = None) -> dict[str, tuple[str, Tiles]]:
-    """Puts the n-th candidate of each kernel (or of `only` one) into the table; returns what was put there, by kernel."""
+    """Puts the n-th candidate of each kernel (or of `only` one) into the table; returns (name, tiles) by kernel."""
     put = {}
     for kernel, tried in options(op, width).items():
         if n < len(tried) and only in (None, kernel):
@@ -87,9 +87,10 @@ def choose(op: str, width: str, n: int, only: str | None = None) -> dict[str, tu
 
 
 def warm(job: tuple[str, str, int]) -> tuple[tuple[str, str, int], dict[str, str]]:
-    """Compiles a job's kernels, so that the cache has them; says what is wrong with those that do not fit, or not give what they should.
+    """Compiles a job's kernels into the cache; returns the problem of each kernel that does not fit or gives wrong results.
 
-    The compiler's pipelines are not right for every shape: one of them has been seen to overwrite what a product still reads.
+    Results are checked as the compiler's software pipelining is not always correct: for one shape, it overwrote an operand of a product
+    that was still being read.
     """
     op, width, n = job
     wrong = {}
@@ -98,11 +99,11 @@ def warm(job: tuple[str, str, int]) -> tuple[tuple[str, str, int], dict[str, str
         if choose(op, width, n, only=kernel):
             try:
                 step(op, width, time=256)()
-                for dtype, time in itertools.product((torch.bfloat16, torch.float32), (176, 200)):  # lengths that compile differently
+                for dtype, time in itertools.product((torch.bfloat16, torch.float32), (176, 200)):  # these lengths compile different code
                     off = error(ours(op, "triton"), case_of(op, width, time), dtype, torch.device("cuda"))
                     if not off <= TOLERANCE[dtype]:
                         wrong[kernel] = f"is {off:.1e} from the oracle in {dtype}"
-            except Exception as failure:  # out of resources, or a compiler that gives up: no candidate
+            except Exception as failure:  # such as out of resources, or a compiler error
                 wrong[kernel] = f"fails: {repr(failure).splitlines()[0]}"
         tile_table.TABLE.update(before)
     return job, wrong

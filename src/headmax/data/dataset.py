@@ -1,4 +1,4 @@
-"""Samples out of a prepared folder: memory-mapped, shuffled over the whole of it, found by number."""
+"""Samples of a prepared folder: memory-mapped, globally shuffled, addressed by number."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from headmax.ops.packing import Packing
 
 
 class TokenShards:
-    """A `Source` of windows of `length` tokens, which tile the shards laid end to end.
+    """A `Source` of windows of `length` tokens, which tile the concatenated shards.
 
-    Sample i is window p(i mod n) of the n there are, where p is a shuffle of its own in every epoch, i div n. So a place in the data is one
-    number, a step's batch is the same samples on however many ranks, and going on after it needs nothing else.
+    Sample i is window p(i mod n) of n, where p is the shuffle of epoch i div n. So one number is a position in the data: a step has the
+    same samples on any number of ranks, and resuming needs no other state.
     """
 
     def __init__(
@@ -41,13 +41,15 @@ class TokenShards:
         folder = Path(folder)
         index = Index.read(folder)
         if not index.splits.get(split):
-            there = " and ".join(name for name, shards in index.splits.items() if shards) or "no other"
-            raise ValueError(f"{folder}: no split {split!r}, but {there}; `headmax data prepare` makes it with --valid or --valid-fraction")
+            existing = " and ".join(name for name, shards in index.splits.items() if shards) or "none"
+            raise ValueError(
+                f"{folder}: no split {split!r}, only {existing}; give `headmax data prepare` --valid or --valid-fraction to make one"
+            )
         if index.tokens(split) < length:
             raise ValueError(f"{folder}: {index.tokens(split)} tokens in split {split!r}, fewer than one sample of {length}")
         self.vocab_size, self.length, self.seed, self.documents, self.split = index.vocab_size, length, seed, documents, split
         self.num_samples = index.tokens(split) // length
-        """Per epoch; what does not fill a window at the end is left out."""
+        """Per epoch; an incomplete window at the end is left out."""
         self.folder, self.tokenizer_sha256, self.document_token = folder, index.tokenizer_sha256, index.document_token
         self._checksum = hashlib.sha256((folder / INDEX).read_bytes()).hexdigest()
         shards = index.splits[split]
@@ -66,7 +68,7 @@ class TokenShards:
         }
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """Samples by number. `labels` are `input_ids`, the same memory, unless documents are kept apart."""
+        """Samples by number. `labels` shares the memory of `input_ids`, unless documents are separate."""
         windows = self.windows(indices)
         rows = np.empty((len(windows), self.length), dtype=np.int64)
         bounds: list[np.ndarray] = []
@@ -76,18 +78,18 @@ class TokenShards:
         if self.documents == "concatenate":
             input_ids = torch.from_numpy(rows)
             return Batch(input_ids, input_ids, None)
-        begins, row = np.concatenate(bounds), rows.reshape(1, -1)
-        if (np.diff(begins) <= 0).any() or begins[-1] >= row.size:
-            raise ValueError(f"{self.folder}: documents do not begin one after the other; prepare the folder again")
+        starts, row = np.concatenate(bounds), rows.reshape(1, -1)
+        if (np.diff(starts) <= 0).any() or starts[-1] >= row.size:
+            raise ValueError(f"{self.folder}: documents do not begin in increasing order; prepare the folder again")
         labels = row.copy()
-        labels[0, begins] = -100
-        return Batch(torch.from_numpy(row), torch.from_numpy(labels), Packing(torch.from_numpy(np.append(begins, row.size))))
+        labels[0, starts] = -100
+        return Batch(torch.from_numpy(row), torch.from_numpy(labels), Packing(torch.from_numpy(np.append(starts, row.size))))
 
     def windows(self, indices: Sequence[int]) -> np.ndarray:
-        """Which window each sample is."""
+        """The window of each sample."""
         numbers = np.asarray(indices, dtype=np.int64)
         if numbers.ndim != 1 or not len(numbers) or numbers.min() < 0:
-            raise ValueError(f"indices must be one or more numbers from 0 on, got {indices}")
+            raise ValueError(f"indices must be one or more numbers of at least 0, got {indices}")
         epochs, places = np.divmod(numbers, self.num_samples)
         for epoch in np.unique(epochs):
             chosen = epochs == epoch
@@ -95,7 +97,7 @@ class TokenShards:
         return places
 
     def _fill(self, row: np.ndarray, start: int, bounds: list[np.ndarray] | None, offset: int) -> None:
-        """The window from token `start` on, from as many shards as it takes; `bounds` gets where sequences begin, `offset` added."""
+        """Reads the window at token `start`, across shards. Appends to `bounds` where its sequences begin, plus `offset`."""
         if bounds is not None:
             bounds.append(np.array([offset]))
         shard, filled = bisect_right(self._bounds, start) - 1, 0

@@ -1,4 +1,4 @@
-"""Documents out of files and hub datasets, in order, from the first on or from where an earlier reading stopped."""
+"""Documents of files and hub datasets, in order, from the beginning or from a saved state."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from headmax import durable
 from headmax.data.encoder import LINE_END
 
 KINDS = (".txt", ".jsonl", ".parquet")
-PACKED = (".gz", ".xz", ".zst")
-HELD = 2**20
-"""Characters of a document in a .txt that are held at a time; a longer one comes in parts."""
+COMPRESSED = (".gz", ".xz", ".zst")
+MAX_TEXT = 2**20
+"""Characters of a document in a .txt to yield at a time; a longer document comes in parts."""
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?(@[\w.\[\]:%-]+)?")
 
 
 class Text(NamedTuple):
-    """A document, or a part of one that is too long to be held."""
+    """A document, or a part of a long one."""
 
     text: str
     starts: bool
-    """Whether it is its document's beginning."""
+    """Whether it begins a document."""
     state: Any
-    """Handed to `read`, it goes on after this text; JSON."""
+    """`read` continues after this text if given it; JSON."""
     position: int
     """Bytes of the input read so far."""
 
@@ -46,29 +46,29 @@ class Input(Protocol):
 
     @property
     def where(self) -> str:
-        """The path or the dataset, for messages."""
+        """The path or dataset name, for messages."""
         ...
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What tells it from another: a name, and what must not change."""
+        """Its name, and what must not change between runs."""
         ...
 
     @property
     def size(self) -> int | None:
-        """Bytes, where known."""
+        """Bytes, if known."""
         ...
 
     def read(self, state: Any = None) -> Iterator[Text]:
-        """Its texts, from the beginning or from after the one that `state` came with."""
+        """Its texts, from the beginning or after the text with this `state`."""
         ...
 
     def content(self) -> dict[str, Any] | None:
-        """What was read so far, as {"bytes": how many, "blake2b": their hash}, where that can be read again."""
+        """{"bytes": number read so far, "blake2b": their hash}; None if they cannot be read again."""
         ...
 
-    def holds(self, content: dict[str, Any], read: Callable[[int], None]) -> bool:
-        """Whether it still begins with what `content` was taken of; `read` hears of every part's bytes."""
+    def matches(self, content: dict[str, Any], on_read: Callable[[int], None]) -> bool:
+        """Whether its first bytes still match `content`; `on_read` is called with the size of each block read."""
         ...
 
 
@@ -79,11 +79,11 @@ class Options:
     text_key: str = "text"
     """The field of a JSON line, or the column of a table, that holds the text."""
     separator: str = "<|doc|>"
-    """The line between two documents of a .txt."""
+    """The line that separates documents of a .txt."""
 
 
-class Content:
-    """The bytes of a file from its beginning on, as many as were read."""
+class ContentHash:
+    """Number and hash of the bytes read from the beginning of a file."""
 
     def __init__(self) -> None:
         self.clear()
@@ -95,19 +95,19 @@ class Content:
         self.bytes += len(part)
         self.hash.update(part)
 
-    def take(self, file: BinaryIO, most: int, read: Callable[[int], None] = lambda count: None) -> None:
-        while self.bytes < most and (part := file.read(min(2**20, most - self.bytes))):
+    def read(self, file: BinaryIO, limit: int, on_read: Callable[[int], None] = lambda count: None) -> None:
+        while self.bytes < limit and (part := file.read(min(2**20, limit - self.bytes))):
             self.add(part)
-            read(len(part))
+            on_read(len(part))
 
-    def describe(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         return {"bytes": self.bytes, "blake2b": self.hash.hexdigest()}
 
 
 class HashedFile(io.RawIOBase):
     """A file whose content is hashed as it is read."""
 
-    def __init__(self, raw: BinaryIO, content: Content) -> None:
+    def __init__(self, raw: BinaryIO, content: ContentHash) -> None:
         self.raw, self.content = raw, content
 
     def readable(self) -> bool:
@@ -126,7 +126,7 @@ class FileInput:
     path: Path
     name: str
     options: Options
-    read_so_far: Content = field(default_factory=lambda: Content(), compare=False)
+    content_hash: ContentHash = field(default_factory=ContentHash, compare=False)
 
     @property
     def where(self) -> str:
@@ -141,50 +141,50 @@ class FileInput:
         return self.path.stat().st_size
 
     def content(self) -> dict[str, Any]:
-        return self.read_so_far.describe()
+        return self.content_hash.to_json()
 
-    def holds(self, content: dict[str, Any], read: Callable[[int], None]) -> bool:
-        found = Content()
+    def matches(self, content: dict[str, Any], on_read: Callable[[int], None]) -> bool:
+        actual = ContentHash()
         with _opened(self.path) as file:
-            found.take(file, content["bytes"], read)
-        return found.describe() == content
+            actual.read(file, content["bytes"], on_read)
+        return actual.to_json() == content
 
     def read(self, state: Any = None) -> Iterator[Text]:
-        taken = 0
-        self.read_so_far.clear()
+        number = 0
+        self.content_hash.clear()
         texts = {".txt": self._paragraphs, ".jsonl": self._json_lines, ".parquet": self._rows}[_kind(self.path)]
         for text, starts, position in texts():
             if text.strip():
-                taken += 1
-                if taken > (state or 0):
-                    yield Text(text, starts, taken, position)
+                number += 1
+                if number > (state or 0):
+                    yield Text(text, starts, number, position)
 
     def _paragraphs(self) -> Iterator[tuple[str, bool, int]]:
-        """Lines gathered up to a separator or the end of the file, or after HELD characters up to the end of a line."""
-        held: list[str] = []
-        size, starts, fresh = 0, True, True
-        for _, line, position in self._lines(HELD):
-            if not line or (fresh and line.rstrip("\r\n") == self.options.separator):
-                text = "".join(held).rstrip("\n")
+        """Documents up to a separator or the end of the file, split at line ends after MAX_TEXT characters."""
+        lines: list[str] = []
+        size, starts, line_start = 0, True, True
+        for _, line, position in self._lines(MAX_TEXT):
+            if not line or (line_start and line.rstrip("\r\n") == self.options.separator):
+                text = "".join(lines).rstrip("\n")
                 yield text.lstrip("\n") if starts else text, starts, position
-                held, size, starts = [], 0, True
+                lines, size, starts = [], 0, True
                 continue
-            fresh = line.endswith("\n")
-            held.append(line[:-2] + "\n" if line.endswith("\r\n") else line)
+            line_start = line.endswith("\n")
+            lines.append(line[:-2] + "\n" if line.endswith("\r\n") else line)
             size += len(line)
-            if size >= HELD:
-                text = "".join(held).lstrip("\n") if starts else "".join(held)
+            if size >= MAX_TEXT:
+                text = "".join(lines).lstrip("\n") if starts else "".join(lines)
                 ends = [match.start() for match in LINE_END.finditer(text, len(text) // 2)]
                 cut = ends[-1] if ends else len(text)
                 yield text[:cut], starts, position
-                held, size, starts = [text[cut:]], len(text) - cut, starts and not text[:cut].strip()
+                lines, size, starts = [text[cut:]], len(text) - cut, starts and not text[:cut].strip()
 
     def _lines(self, longest: int = -1) -> Iterator[tuple[int, str, int]]:
         """(number, line, bytes of the file read so far); a line over `longest` bytes comes in pieces."""
         decoder = codecs.getincrementaldecoder("utf-8")()
         number, line = 1, b"start"
         with _opened(self.path) as raw:
-            file = io.BufferedReader(_unpacked(self.path, HashedFile(raw, self.read_so_far)), 2**20)
+            file = io.BufferedReader(_unpacked(self.path, HashedFile(raw, self.content_hash)), 2**20)
             while line:
                 with _translated(self.path, f"line {number}: cannot be read"):
                     line = file.readline(longest)
@@ -192,7 +192,7 @@ class FileInput:
                     text = decoder.decode(line, final=not line)
                 except UnicodeDecodeError as error:
                     raise ValueError(f"{self.path}:{number}: not UTF-8: byte 0x{error.object[error.start]:02x}: {error.reason}") from error
-                yield number, text, self.read_so_far.bytes
+                yield number, text, self.content_hash.bytes
                 number += line.endswith(b"\n")
 
     def _json_lines(self) -> Iterator[tuple[str, bool, int]]:
@@ -212,9 +212,9 @@ class FileInput:
     def _rows(self) -> Iterator[tuple[str, bool, int]]:
         with tempfile.TemporaryFile() as unpacked:
             source: Any = self.path
-            with _opened(self.path) as file:  # a table is read in no order
-                self.read_so_far.take(file, self.size)
-            if self.path.suffix in PACKED:  # a table is read from its end
+            with _opened(self.path) as file:  # hashed beforehand, as Parquet is not read sequentially
+                self.content_hash.read(file, self.size)
+            if self.path.suffix in COMPRESSED:  # Parquet is read from its end
                 with _translated(self.path, "cannot be decompressed"), self.path.open("rb") as raw:
                     shutil.copyfileobj(_unpacked(self.path, raw), unpacked)
                 source = unpacked
@@ -256,7 +256,7 @@ class HubInput:
     def content(self) -> None:
         return None
 
-    def holds(self, content: dict[str, Any], read: Callable[[int], None]) -> bool:
+    def matches(self, content: dict[str, Any], on_read: Callable[[int], None]) -> bool:
         return True
 
     def read(self, state: Any = None) -> Iterator[Text]:
@@ -275,7 +275,7 @@ class HubInput:
             dataset.load_state_dict(state)
         documents, number = iter(dataset), 0
         while True:
-            with _translated(self.where, f"cannot be read after {number} more documents (run again to go on)"):
+            with _translated(self.where, f"cannot be read after {number} more documents (rerun to resume)"):
                 document = next(documents, None)
             if document is None:
                 return
@@ -285,35 +285,35 @@ class HubInput:
 
 
 def find(names: Sequence[str], options: Options) -> list[Input]:
-    """All inputs that `names` stand for: files, the files of a folder in the order of their names, or datasets of the hub."""
-    found: list[Input] = []
+    """The inputs of `names`: files, files of a folder sorted by name, or datasets of the hub."""
+    inputs: list[Input] = []
     for name in names:
         path = Path(name)
         if path.is_dir():
             files = sorted(file for file in path.rglob("*") if file.is_file() and _kind(file) in KINDS)
             if not files:
-                raise ValueError(f"{name}: no {', '.join(KINDS)} in this folder, nor any of them with {', '.join(PACKED)}")
-            found += [FileInput(file, file.relative_to(path).as_posix(), options) for file in files]
+                raise ValueError(f"{name}: no {', '.join(KINDS)} in this folder, nor any compressed as {', '.join(COMPRESSED)}")
+            inputs += [FileInput(file, file.relative_to(path).as_posix(), options) for file in files]
         elif path.is_file():
             if _kind(path) not in KINDS:
-                raise ValueError(f"{name}: neither {', '.join(KINDS)} nor one of them with {', '.join(PACKED)}")
-            found.append(FileInput(path, path.name, options))
+                raise ValueError(f"{name}: must end in one of {', '.join(KINDS)}, optionally compressed as {', '.join(COMPRESSED)}")
+            inputs.append(FileInput(path, path.name, options))
         elif name.startswith("hf:") and not HUB_NAME.fullmatch(name.removeprefix("hf:")):
-            raise ValueError(f"{name}: a dataset of the hub is hf:owner/name[:configuration][@split]")
+            raise ValueError(f"{name}: not a dataset of the hub; give hf:owner/name[:configuration][@split]")
         elif name.startswith("hf:") or (HUB_NAME.fullmatch(name) and _kind(path) not in KINDS):
-            found.append(HubInput(name.removeprefix("hf:"), options))
+            inputs.append(HubInput(name.removeprefix("hf:"), options))
         else:
             raise FileNotFoundError(f"{name}: no such file or folder (a dataset of the hub is hf:owner/name)")
-    return found
+    return inputs
 
 
 def _kind(path: Path) -> str:
-    return (path.with_suffix("") if path.suffix in PACKED else path).suffix
+    return (path.with_suffix("") if path.suffix in COMPRESSED else path).suffix
 
 
 def _checked(text: Any, where: str) -> str:
     if not isinstance(text, str):
-        raise ValueError(f"{where}: the text is {type(text).__name__}, not a string")
+        raise ValueError(f"{where}: the text must be a string, got {type(text).__name__}")
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -322,7 +322,7 @@ def _checked(text: Any, where: str) -> str:
 
 
 class _translated:
-    """Turns what a library raises into one line that names the file."""
+    """Turns a library's errors into a ValueError of one line that names the file."""
 
     def __init__(self, where: object, what: str) -> None:
         self.where, self.what = where, what
@@ -340,7 +340,7 @@ def _unpacked(path: Path, raw: Any) -> Any:
         return gzip.GzipFile(fileobj=raw)
     if path.suffix == ".xz":
         return lzma.LZMAFile(raw)
-    # pyarrow's, since the package zstandard takes a file that was cut short for a whole one
+    # pyarrow's, since the package zstandard does not notice truncated files
     return pa.CompressedInputStream(raw, "zstd") if path.suffix == ".zst" else raw
 
 

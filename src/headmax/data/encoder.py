@@ -1,6 +1,6 @@
-"""Text to token ids, in a process of its own: `python encoder.py tokenizer.json document_token dtype socket`, blocks in, arrays out.
+"""Encodes text in a separate process: `python encoder.py tokenizer.json document_token dtype socket` receives blocks and sends arrays.
 
-Run as a script it imports nothing of headmax, so that a process starts at once and stays small. It ends when its parent does.
+As a script it imports nothing from headmax, so that it starts fast and stays small. It exits with its parent.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ Block = Sequence[tuple[str, bool, int]]
 """Texts, each with whether it begins a document and the split it belongs to."""
 SPLITS = ("train", "valid")
 PART = 8192
-"""Characters encoded at a time. Without words to split at, as in sentencepiece's models, longer ones cost more per character."""
+"""Characters to encode at a time. Models that do not split words first, such as sentencepiece's, slow down with length."""
 LONGEST = 2**18
-"""Characters without a line's end that are still encoded in one."""
+"""Characters to encode at a time if there is no line end to cut at."""
 BATCH = 64
-"""Parts whose encodings are held at a time."""
+"""Parts to encode in one call."""
 LINE_END = re.compile(r"(?<=\S)\n")
 PROBES = ("a\nb", "A.\n\nB", "1\n2", "é,\n\n\n漢", "(x)\n\t{y}", "the end\n  And then", "x = 1;\n    y")
 
 
 class Encoder:
-    """Encodes documents part by part, to the very ids that they have as a whole."""
+    """Encodes documents part by part, with the same ids as in one call."""
 
     def __init__(self, tokenizer: Tokenizer, document_token: int, dtype: str) -> None:
-        tokenizer.encode_special_tokens = True  # "<s>" in a text is three characters, not the beginning of a document
+        tokenizer.encode_special_tokens = True  # encode "<s>" in a text as three characters, not as the control token
         self.tokenizer, self.document_token, self.dtype = tokenizer, document_token, np.dtype(dtype)
         self.prefix = self._find_prefix()
 
@@ -42,26 +42,26 @@ class Encoder:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def _find_prefix(self) -> int | None:
-        """How many tokens (a space, for sentencepiece's models) begin every text, where one may be cut at a line's end; else None."""
+        """Number of tokens (a space, in sentencepiece's models) added to every text; None if cutting at line ends changes the ids."""
         for prefix in (0, 1):
             if all(self._ids(left) + self._ids("\n" + right)[prefix:] == self._ids(f"{left}\n{right}") for left, right in _halves()):
                 return prefix
         return None
 
     def parts(self, text: str) -> Iterator[str]:
-        """`text` in parts, each but the first beginning with the newline it was cut at."""
+        """`text` in parts; each after the first begins with the newline at which it was cut."""
         start, size = 0, LONGEST if self.prefix is None else PART
         while len(text) - start > size:
-            found = LINE_END.search(text, start + size, start + LONGEST)
-            if found is None and len(text) - start <= LONGEST:
+            line_end = LINE_END.search(text, start + size, start + LONGEST)
+            if line_end is None and len(text) - start <= LONGEST:
                 break
-            end = found.start() if found else start + LONGEST
+            end = line_end.start() if line_end else start + LONGEST
             yield text[start:end]
             start = end
         yield text[start:]
 
     def encode(self, block: Block) -> list[tuple[np.ndarray, np.ndarray]]:
-        """For each of SPLITS the tokens of its texts, and where documents begin in them."""
+        """(tokens, offsets at which documents begin) for each split."""
         tokens: list[list[np.ndarray]] = [[] for _ in SPLITS]
         starts: list[list[int]] = [[] for _ in SPLITS]
         count = [0 for _ in SPLITS]
@@ -90,7 +90,7 @@ def _halves() -> Iterable[tuple[str, str]]:
 
 
 def main(path: str, document_token: str, dtype: str, socket: str) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, whose end closes the socket
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and closes the socket
     os.environ["TOKENIZERS_PARALLELISM"] = "0"
     encoder = Encoder(Tokenizer.from_file(path), int(document_token), dtype)
     parent = Connection(int(socket))

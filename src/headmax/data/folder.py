@@ -1,4 +1,4 @@
-"""Writing a prepared folder: shards complete one by one, what is complete is noted, and the index comes last."""
+"""Writes a prepared folder: shard by shard, with a progress file, and the index last."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from headmax.data.tokenizer import FILES
 logger = logging.getLogger("headmax")
 
 CONTENTS = "contents"
-"""In `Index.made_from`: how much of each input was read, and its hash; inputs to validate on come first."""
+"""Key in `Index.made_from`: bytes read of each input and their hash; validation inputs come first."""
 PART = "part"
-"""In `Index.made_from`, of a folder that is one of several parts: its number and how many there are."""
-REPORTED = 2**26
-"""Bytes between two reports of comparing inputs."""
+"""Key in `Index.made_from` of a part: its number and the number of parts."""
+REPORT_EVERY = 2**26
+"""Bytes between progress reports when comparing inputs."""
 DATA = durable.Owner(
     "data of headmax data prepare",
     lambda folder: any((folder / name).is_file() for name in (INDEX, PROGRESS, PROGRESS + durable.UNFINISHED)),
@@ -36,7 +36,7 @@ SHARD_FILE = re.compile(rf"({'|'.join(SPLITS)})-\d+\.(tokens|documents)(\.tmp)?"
 
 
 class ShardWriter:
-    """Writes one shard under names that only `finish` makes its own."""
+    """Writes one shard under temporary names until `finish`."""
 
     def __init__(self, folder: Path, name: str, dtype: np.dtype) -> None:
         self.folder, self.name = folder, name
@@ -46,7 +46,7 @@ class ShardWriter:
         self.counts = dict.fromkeys(self.dtypes, 0)
 
     def add(self, tokens: np.ndarray, starts: np.ndarray) -> None:
-        """More tokens, and where in these documents begin."""
+        """Appends tokens, and the offsets in them at which documents begin."""
         for part, array in (("documents", starts + self.counts["tokens"]), ("tokens", tokens)):
             content = array.astype(self.dtypes[part], copy=False).tobytes()
             self.files[part].write(content)
@@ -66,18 +66,18 @@ class ShardWriter:
 
 
 class FolderWriter:
-    """A folder on its way to `index`, which has no shards yet: a new one, or one that was left half-written."""
+    """Writes a folder from `index`, which has no shards yet, or resumes an incomplete one."""
 
     def __init__(self, out: Path, index: Index, files: dict[str, bytes]) -> None:
         self.out, self.dtype = out, np.dtype(index.dtype)
         self.writers: dict[str, ShardWriter] = {}
         self.index = index
         if (out / PROGRESS).exists():
-            earlier = Index.parse(out / PROGRESS)
-            if any(earlier.splits.values()):
-                refuse_other(out, earlier, index)
-                earlier.check_sizes(out)
-                self.index = earlier
+            existing = Index.parse(out / PROGRESS)
+            if any(existing.splits.values()):
+                refuse_other(out, existing, index)
+                existing.check_sizes(out)
+                self.index = existing
         complete = {name for name, _, _ in self.index.files()}
         with _writing(out):
             durable.write(out / PROGRESS, self.index.dump())
@@ -88,7 +88,7 @@ class FolderWriter:
                 durable.write(out / name, content)
 
     def add(self, split: str, tokens: np.ndarray, starts: np.ndarray) -> None:
-        """More tokens of a split, and where in these documents begin."""
+        """Appends tokens of a split, and the offsets in them at which documents begin."""
         if len(tokens):
             with _writing(self.out):
                 if split not in self.writers:
@@ -97,28 +97,28 @@ class FolderWriter:
 
     @property
     def pending(self) -> int:
-        """Tokens of shards that are not complete."""
+        """Tokens in incomplete shards."""
         return sum(writer.counts["tokens"] for writer in self.writers.values())
 
     def commit(self, cursor: Any, contents: Sequence[dict[str, Any] | None]) -> None:
-        """Completes the shards begun; all inputs before `cursor` are in them or in earlier ones, and `contents` says what was in those."""
+        """Completes the current shards. Complete shards then have all inputs before `cursor`, with these `contents`."""
         with _writing(self.out):
-            made = {split: writer.finish() for split, writer in self.writers.items()}
+            finished = {split: writer.finish() for split, writer in self.writers.items()}
             durable.sync_folder(self.out)
             self.writers.clear()
-            splits = {split: (*shards, made[split]) if split in made else shards for split, shards in self.index.splits.items()}
+            splits = {split: (*shards, finished[split]) if split in finished else shards for split, shards in self.index.splits.items()}
             self.index = replace(self.index, splits=splits, cursor=cursor, made_from=self.index.made_from | {CONTENTS: list(contents)})
             durable.write(self.out / PROGRESS, self.index.dump())
 
     def discard(self) -> None:
-        """Leaves an empty folder, where nothing that was begun can ever be complete."""
+        """Removes everything written, if the folder can never be complete."""
         self.close()
         for file in self.out.iterdir():
             if SHARD_FILE.fullmatch(file.name) or file.name in (PROGRESS, *FILES):
                 file.unlink()
 
     def close(self) -> None:
-        """Leaves shards that are not complete; the next time they are begun anew."""
+        """Abandons incomplete shards; the next run writes them again."""
         for writer in self.writers.values():
             writer.close()
 
@@ -131,32 +131,32 @@ class FolderWriter:
             return self.index
 
 
-def refuse_other(out: Path, there: Index, wanted: Index) -> None:
-    """Raises where a folder was made from something else."""
-    other = [name for name in ("tokenizer_sha256", "document_token") if getattr(there, name) != getattr(wanted, name)]
-    other += [name for name in {**wanted.made_from, PART: None} if there.made_from.get(name) != wanted.made_from.get(name)]
-    if other:
-        changed = ", ".join(name.removesuffix("_sha256").replace("_", " ") for name in other)
-        raise ValueError(f"{out}: made with another {changed}; give the same again, or choose another folder")
+def refuse_other(out: Path, existing: Index, wanted: Index) -> None:
+    """ValueError if a folder was made with other inputs or settings."""
+    changed = [name for name in ("tokenizer_sha256", "document_token") if getattr(existing, name) != getattr(wanted, name)]
+    changed += [name for name in {**wanted.made_from, PART: None} if existing.made_from.get(name) != wanted.made_from.get(name)]
+    if changed:
+        names = ", ".join(name.removesuffix("_sha256").replace("_", " ") for name in changed)
+        raise ValueError(f"{out}: made with another {names}; restore it, or choose another folder")
 
 
-def refuse_changed(out: Path, there: Index, inputs: Sequence[Input], report: Callable[[int, int], None]) -> None:
-    """Reads again what a folder was made from and raises where it is not the same; `report` hears of bytes read and to read."""
-    contents = there.made_from.get(CONTENTS)
+def refuse_changed(out: Path, existing: Index, inputs: Sequence[Input], report: Callable[[int, int], None]) -> None:
+    """Reads the inputs again; ValueError if one has changed. `report` is called with (bytes read, total)."""
+    contents = existing.made_from.get(CONTENTS)
     if contents is None:
-        logger.warning("%s: made before inputs were hashed: only their names and sizes are compared", out)
+        logger.warning("%s: prepared before inputs were hashed: only names and sizes are compared", out)
         return
     done, total = 0, sum(content["bytes"] for content in contents if content)
 
     def read(count: int) -> None:
         nonlocal done
         done += count
-        if done // REPORTED > (done - count) // REPORTED:
+        if done // REPORT_EVERY > (done - count) // REPORT_EVERY:
             report(done, total)
 
     for source, content in zip(inputs, contents, strict=False):
-        if content and not source.holds(content, read):
-            raise ValueError(f"{source.where}: not the text that {out} was made from; restore it, or choose another folder")
+        if content and not source.matches(content, read):
+            raise ValueError(f"{source.where}: changed since {out} was made from it; restore it, or choose another folder")
 
 
 @contextlib.contextmanager
@@ -164,4 +164,4 @@ def _writing(out: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ValueError(f"{out}: cannot be written to: {error.strerror}; complete shards stay, run again to go on") from error
+        raise ValueError(f"{out}: cannot be written to: {error.strerror}; complete shards are kept, rerun to resume") from error

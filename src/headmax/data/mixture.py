@@ -1,4 +1,4 @@
-"""Several sources as one: each sample is of one of them, in given shares."""
+"""A mixture of sources: each sample comes from one of them, in given shares."""
 
 from __future__ import annotations
 
@@ -14,22 +14,27 @@ from headmax.data.source import Batch, Source
 from headmax.ops.packing import Packing
 
 ROUND = 1000
-"""Samples after which every source has had exactly its share."""
+"""Samples over which every source has exactly its share."""
 
 
 class Mixture:
-    """A `Source` of others with shares that sum to 1. In every round of samples the sources take turns in another shuffled order, and each
-    goes on where it was, through its own epochs. So a place in the mixture is one number."""
+    """A `Source` that draws from several, with shares that sum to 1.
+
+    Every round of samples shuffles the order of the sources anew, and each source continues where it was, through its own epochs. So one
+    number is a position in the mixture.
+    """
 
     def __init__(self, sources: Sequence[Source], shares: Sequence[float], seed: int) -> None:
         if len({source.length for source in sources}) != 1:
-            raise ValueError(f"a mixture needs samples of one length, got {sorted({source.length for source in sources})}")
+            raise ValueError(
+                f"the sources of a mixture must have samples of one length, got {sorted({source.length for source in sources})}"
+            )
         if len(sources) != len(shares) or min(shares) <= 0 or abs(sum(shares) - 1) > 1e-6:
-            raise ValueError(f"a mixture needs a share above 0 for each of its {len(sources)} sources, 1 in all; got {list(shares)}")
+            raise ValueError(f"a mixture needs {len(sources)} positive shares that sum to 1, got {list(shares)}")
         self.sources, self.shares, self.seed = tuple(sources), tuple(shares), seed
         self.vocab_size, self.length = max(source.vocab_size for source in sources), sources[0].length
         self._bounds = np.round(np.cumsum([0.0, *shares]) * ROUND).astype(np.int64)
-        """The places of a round, before it is shuffled, at which the sources begin."""
+        """Positions at which the sources begin in a round before shuffling."""
         if (np.diff(self._bounds) < 1).any():
             raise ValueError(f"a mixture's shares must be at least {1 / ROUND}, got {min(shares)}")
 
@@ -39,7 +44,7 @@ class Mixture:
         return {"mixture": hashlib.sha256(parts.encode()).hexdigest(), "length": self.length, "seed": self.seed}
 
     def chosen(self, indices: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Of each sample its source, and its number there."""
+        """(source, number in that source) of each sample."""
         rounds, places = np.divmod(np.asarray(indices, dtype=np.int64), ROUND)
         for number in np.unique(rounds):
             here = rounds == number

@@ -13,10 +13,10 @@ from headmax.data.source import Batch
 
 @dataclass(frozen=True)
 class MQAR:
-    """k_1 v_1 ... k_n v_n, then the n keys shuffled: 3n tokens, of which the last n are answered where they stand.
+    """k_1 v_1 ... k_n v_n, then the n keys shuffled: 3n tokens, with the values as labels after the last n.
 
-    Keys are the lower half of the vocabulary, all different; values are drawn from the upper half. One token more ends a
-    sample, so that the last answer too has a place after its query.
+    Keys are distinct, from the lower half of the vocabulary; values are drawn from the upper half. One more token ends the
+    sample, for the label after the last query.
     """
 
     num_pairs: int = 16
@@ -34,19 +34,19 @@ class MQAR:
 
     @property
     def chance(self) -> float:
-        """Accuracy of guessing among the values."""
+        """Accuracy of guessing a value at random."""
         return 1 / (self.vocab_size - self.vocab_size // 2)
 
     def samples(self, seed: int) -> MQARSamples:
         return MQARSamples(self, seed)
 
     def held_out(self, seed: int) -> MQARSamples:
-        """Samples that training on `seed` does not see."""
+        """Samples that training with `seed` never sees."""
         return MQARSamples(self, seed + 1_000_000_007)
 
 
 class MQARSamples:
-    """A source of samples: number i depends on the seed and i alone."""
+    """A source in which sample i depends on the seed and i alone."""
 
     def __init__(self, task: MQAR, seed: int) -> None:
         self.task, self.seed = task, seed
@@ -58,10 +58,10 @@ class MQARSamples:
         return {"task": "mqar", "generator": "philox", **about}
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """These samples: [B, 3n + 1], labelled with the answer after each query."""
+        """[B, 3n + 1], labelled with the value after each query."""
         half, n = self.vocab_size // 2, self.task.num_pairs
         bits = self._bits(np.asarray(indices), half + 2 * n)
-        keys, order = bits[:, :half].argsort(1)[:, :n], bits[:, half : half + n].argsort(1)  # random numbers sorted: a shuffle
+        keys, order = bits[:, :half].argsort(1)[:, :n], bits[:, half : half + n].argsort(1)  # sorting random numbers shuffles
         values = half + (bits[:, half + n : half + 2 * n] % (self.vocab_size - half)).astype(np.int64)
         tokens = np.zeros((len(keys), self.length), dtype=np.int64)
         labels = np.full_like(tokens, -100)
@@ -70,8 +70,8 @@ class MQARSamples:
         return Batch(torch.from_numpy(tokens), torch.from_numpy(labels), None)
 
     def _bits(self, indices: np.ndarray, number: int) -> np.ndarray:
-        """`number` random numbers of 64 bits, or a few more, for each sample: a stretch of its own of one counter-based generator."""
-        stretch = -(-number // 4)  # Philox makes four a count
-        neighbours = np.split(indices, np.flatnonzero(np.diff(indices) != 1) + 1)
-        drawn = [np.random.Philox(key=self.seed, counter=int(run[0]) * stretch).random_raw(4 * stretch * len(run)) for run in neighbours]
-        return np.concatenate(drawn).reshape(len(indices), 4 * stretch)
+        """At least `number` random 64-bit numbers per sample, from its own counters of one counter-based generator."""
+        counters = -(-number // 4)  # Philox draws four numbers per counter
+        runs = np.split(indices, np.flatnonzero(np.diff(indices) != 1) + 1)
+        drawn = [np.random.Philox(key=self.seed, counter=int(run[0]) * counters).random_raw(4 * counters * len(run)) for run in runs]
+        return np.concatenate(drawn).reshape(len(indices), 4 * counters)

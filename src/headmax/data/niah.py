@@ -21,16 +21,16 @@ PROMPT = (
     "The special magic {kind} for {key} mentioned in the provided text is"
 )
 DEPTHS = tuple(round(100 * n / 39) for n in range(40))
-"""How far into the text needles lie, in percent."""
+"""Positions of needles in the text, in percent."""
 STRIDE = 17
-"""Samples take the depths in this stride, so that the first few of them are spread over the text too."""
+"""Step through the depths, so that the first few samples already spread over the text."""
 ANSWER_TOKENS = 128
-"""Room that a prompt leaves for the answer within the asked length."""
+"""Tokens of the length that are reserved for the answer."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt that ends where the value should follow."""
+    """A prompt, to be continued by the value."""
 
     prompt: str
     key: str
@@ -49,7 +49,7 @@ def sentences(text: str) -> list[str]:
 
 
 @functools.cache
-def words() -> tuple[list[str], list[str]]:
+def adjectives_and_nouns() -> tuple[list[str], list[str]]:
     """(adjectives, nouns) of the package wonderwords."""
     from wonderwords import RandomWord
 
@@ -58,11 +58,11 @@ def words() -> tuple[list[str], list[str]]:
 
 
 def generated_prose(number: int = 4000, seed: int = 0) -> list[str]:
-    """Sentences of random words, such as "The quiet river lifts a wooden lantern.", for machines without the essays of RULER."""
+    """Sentences of random words, such as "The quiet river lifts a wooden lantern.", if RULER's essays are not available."""
     from wonderwords import RandomWord
 
     rng = random.Random(seed)
-    adjectives, nouns = words()
+    adjectives, nouns = adjectives_and_nouns()
     verbs = sorted(set(RandomWord().filter(include_categories=["verb"])))
 
     def thing(article: str) -> str:
@@ -73,12 +73,12 @@ def generated_prose(number: int = 4000, seed: int = 0) -> list[str]:
 
 @dataclass(frozen=True)
 class Needles:
-    """S-NIAH-`task` in prompts of at most `length` tokens, the room for the answer included."""
+    """S-NIAH-`task`, with prompts and answers of at most `length` tokens together."""
 
     task: int
     length: int
     haystack: Sequence[str] = ()
-    """Sentences of prose, for tasks 2 and 3; they are repeated where they do not suffice."""
+    """Sentences of prose, for tasks 2 and 3; repeated if there are too few."""
 
     def __post_init__(self) -> None:
         if self.task not in (1, 2, 3):
@@ -87,9 +87,9 @@ class Needles:
             raise ValueError(f"Needles: haystack must be sentences of prose for task {self.task}, got none")
 
     def samples(self, number: int, count_tokens: Callable[[str], int], seed: int = 42) -> Iterator[Sample]:
-        """`number` prompts, the same for the same seed, their needles evenly spread over the depths."""
+        """`number` prompts, determined by the seed, with needles evenly spread over the depths."""
         rng = random.Random(f"{seed} {self.task} {self.length}")
-        adjectives, nouns = words()
+        adjectives, nouns = adjectives_and_nouns()
         limit = self.length - ANSWER_TOKENS
 
         def draw(index: int) -> tuple[str, str, int]:
@@ -99,13 +99,13 @@ class Needles:
         largest = _largest(lambda size: count_tokens(self._prompt(size, *probe)[0]) <= limit)
         for index in range(number):
             key, value, depth = draw(index)
-            for size in range(largest, -1, -1):  # a needle longer than the probe's may need a sentence less
+            for size in range(largest, -1, -1):  # a needle longer than the probe's may leave room for fewer sentences
                 prompt, needle = self._prompt(size, key, value, depth)
                 if (tokens := count_tokens(prompt)) <= limit:
                     yield Sample(prompt, key, value, needle, depth, tokens)
                     break
             else:
-                raise ValueError(f"Needles: length {self.length} has no room for a question and {ANSWER_TOKENS} tokens of answer")
+                raise ValueError(f"Needles: length {self.length} is too short for a question and {ANSWER_TOKENS} tokens of answer")
 
     def _value(self, rng: random.Random) -> str:
         while True:
@@ -123,7 +123,7 @@ class Needles:
 
 
 def _largest(fits: Callable[[int], bool]) -> int:
-    """The largest number that fits, or 0: doubled, then halved between."""
+    """The largest number that fits, or 0, by doubling and bisection."""
     high = 1
     while fits(high):
         high *= 2

@@ -1,4 +1,4 @@
-"""A shuffle of 0 ... n-1 that is computed, not stored: a keyed Feistel network, walked until it lands below n."""
+"""A shuffle of 0 ... n-1 that is computed, not stored: a keyed Feistel network with cycle walking."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ ROUNDS = 6
 
 
 def permute(indices: np.ndarray, n: int, key: tuple[int, int]) -> np.ndarray:
-    """Where the shuffle of 0 ... n-1 by `key` puts `indices`: int64, the same on every machine and in every version of numpy."""
+    """The images of `indices` under the shuffle of 0 ... n-1 by `key`: int64, identical on every machine and numpy version."""
     half = max(1, ((n - 1).bit_length() + 1) // 2)
     keys = _mix(np.uint64(key[0] % 2**64) + _mix(np.uint64(key[1] % 2**64) + _mix(np.arange(1, ROUNDS + 1, dtype=np.uint64))))
     places = np.asarray(indices).astype(np.uint64)
     outside = np.ones(places.shape, dtype=bool)
-    while outside.any():  # the network permutes up to 4n numbers; those that land outside go through it again
+    while outside.any():  # the network permutes up to 4n numbers; repeat it for results of n or more
         places[outside] = _feistel(places[outside], np.uint64(half), keys)
         outside = places >= n
     return places.astype(np.int64)

@@ -1,4 +1,4 @@
-"""Text → token shards: several processes, whole after any interruption, and the same result in however many goes."""
+"""Text → token shards: parallel, resumable after any interruption, with the same result."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from dataclasses import asdict, dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from headmax import durable
 from headmax.data import encoder
-from headmax.data.documents import HELD, Input, Options, find
+from headmax.data.documents import MAX_TEXT, Input, Options, find
 from headmax.data.encoder import SPLITS
 from headmax.data.folder import CONTENTS, DATA, PART, FolderWriter, refuse_changed, refuse_other
 from headmax.data.parts import Part
@@ -30,31 +30,31 @@ from headmax.data.shards import FORMAT, INDEX, PROGRESS, Index
 from headmax.data.tokenizer import FILES, load
 
 BLOCK = 2**20
-"""Characters that one process encodes at a time."""
+"""Characters that a process encodes at a time."""
 TRAIN, VALID = range(len(SPLITS))
 
 
 @dataclass(frozen=True)
 class PrepareConfig:
-    """All that decides what is in a prepared folder."""
+    """Everything that determines the contents of a prepared folder."""
 
     inputs: tuple[str, ...]
-    """Files, folders or datasets of the hub to train on."""
+    """Training data: files, folders or datasets of the hub."""
     valid: tuple[str, ...] = ()
-    """The same to validate on."""
+    """Validation data, likewise."""
     valid_fraction: float = 0.0
-    """Instead: the share of documents that are held out, chosen by their text, so that copies of one stay together."""
+    """Instead: the fraction of documents to hold out, chosen by a hash of the text, so that duplicates stay together."""
     tokenizer: str = "mistral"
     """"mistral", a tokenizer.json, or a folder with one."""
     document_token: str | None = None
-    """The token before every document, where it is not the one that the tokenizer puts before a text."""
+    """The token that begins every document; unless given, the one that the tokenizer puts before a text."""
     options: Options = field(default_factory=Options)
     max_tokens: int | None = None
-    """Stop when there are so many to train on."""
+    """Stop at this many training tokens."""
     shard_tokens: int = 100_000_000
-    """A shard is complete when it has as many."""
+    """Tokens at which a shard is complete."""
     part: str | None = None
-    """"3/8" makes the third of eight folders that `headmax data merge` puts together."""
+    """"3/8" prepares the third of eight parts, for `headmax data merge`."""
 
     def __post_init__(self) -> None:
         if not self.inputs:
@@ -62,73 +62,73 @@ class PrepareConfig:
         if not 0 <= self.valid_fraction < 1:
             raise ValueError(f"valid_fraction must be at least 0 and below 1, got {self.valid_fraction}")
         if self.valid and self.valid_fraction:
-            raise ValueError("valid and valid_fraction exclude each other: validate on other inputs, or on a share of these")
+            raise ValueError("valid and valid_fraction exclude each other: give one of them")
         if not self.options.separator.strip() or not self.options.text_key:
             raise ValueError("separator and text_key must not be empty")
         if self.part is not None:
             Part.of(self.part)
             if self.max_tokens is not None:
-                raise ValueError("max_tokens and part exclude each other: where a number of tokens ends, no part knows by itself")
+                raise ValueError("max_tokens and part exclude each other: a part does not know how many tokens the others have")
         for name, number in (("shard_tokens", self.shard_tokens), ("max_tokens", self.max_tokens)):
             if number is not None and number < 1:
                 raise ValueError(f"{name} must be at least 1, got {number}")
 
 
 class Cursor(NamedTuple):
-    """A place in the inputs; JSON."""
+    """A position in the inputs; JSON."""
 
     number: int = 0
     """Of the input."""
     state: Any = None
-    """What its `read` goes on from."""
+    """Argument for its `read` to continue."""
     split: int = TRAIN
-    """Of the document that may go on here."""
+    """Of the current document, which may continue here."""
 
 
 class Block(NamedTuple):
     texts: encoder.Block
     cursor: Cursor
-    """Where the next block begins."""
+    """Start of the next block."""
     position: int
     """Bytes of all inputs read so far."""
     contents: Sequence[dict[str, Any] | None]
-    """Of each input, as far as it was read."""
+    """`Input.content` of each input so far."""
 
 
 class Done(NamedTuple):
-    """How far it is."""
+    """Progress."""
 
     bytes: int
     total_bytes: int | None
     tokens: int
     documents: int
     earlier: int
-    """Tokens that were there before it went on."""
+    """Tokens that existed before this run."""
 
 
 class Encoders:
-    """Encoding processes, each served by a thread."""
+    """Encoding processes, each with a thread of this process."""
 
     def __init__(self, workers: int, tokenizer: Path, document_token: int, dtype: np.dtype) -> None:
         self.arguments = [str(tokenizer), str(document_token), dtype.name]
         self.started: list[tuple[Connection, subprocess.Popen]] = []
-        self.mine = threading.local()
+        self.local = threading.local()
         self.threads = ThreadPoolExecutor(workers, initializer=self._start)
 
     def _start(self) -> None:
-        ours, theirs = Pipe()
-        with theirs:
-            command = [sys.executable, "-P", encoder.__file__, *self.arguments, str(theirs.fileno())]
-            self.mine.connection, self.mine.process = ours, subprocess.Popen(command, pass_fds=[theirs.fileno()])
-        self.started.append((ours, self.mine.process))
+        connection, remote = Pipe()
+        with remote:
+            command = [sys.executable, "-P", encoder.__file__, *self.arguments, str(remote.fileno())]
+            self.local.connection, self.local.process = connection, subprocess.Popen(command, pass_fds=[remote.fileno()])
+        self.started.append((connection, self.local.process))
 
     def _encode(self, texts: encoder.Block) -> list[tuple[np.ndarray, np.ndarray]]:
         try:
-            self.mine.connection.send(texts)
-            return self.mine.connection.recv()
+            self.local.connection.send(texts)
+            return self.local.connection.recv()
         except (EOFError, ConnectionError) as error:
-            code = self.mine.process.wait()
-            raise ValueError(f"an encoding process ended with code {code} (out of memory?); run again to go on") from error
+            code = self.local.process.wait()
+            raise ValueError(f"an encoding process exited with code {code} (out of memory?); rerun to resume") from error
 
     def close(self) -> None:
         self.threads.shutdown(cancel_futures=True)
@@ -137,7 +137,7 @@ class Encoders:
             process.wait()
 
     def results(self, blocks: Iterator[Block], ahead: int) -> Iterator[tuple[Block, list[tuple[np.ndarray, np.ndarray]]]]:
-        """Every block with its tokens, in order; so many are read ahead."""
+        """Every block with its tokens, in order; up to `ahead` blocks are encoded in advance."""
         waiting: deque[tuple[Block, Future]] = deque()
         for block in blocks:
             waiting.append((block, self.threads.submit(self._encode, block.texts)))
@@ -151,9 +151,9 @@ class Encoders:
 def read_blocks(
     inputs: Sequence[tuple[Input, int]], cursor: Cursor, valid_fraction: float, contents: Sequence[dict[str, Any] | None]
 ) -> Iterator[Block]:
-    """The texts of all inputs from `cursor` on. A document's split is its input's, or drawn by its text.
+    """Texts of all inputs from `cursor` on. A document's split is that of its input, or chosen by a hash of its text.
 
-    `contents` are those of the inputs before `cursor`.
+    `contents` belong to the inputs before `cursor`.
     """
     read = [*contents[: cursor.number], *[None] * (cursor.number - len(contents))]
     texts: list[tuple[str, bool, int]] = []
@@ -162,7 +162,7 @@ def read_blocks(
     for number, (source, input_split) in enumerate(inputs[cursor.number :], cursor.number):
         for text, starts, state, position in source.read(cursor.state if number == cursor.number else None):
             if starts:
-                split = VALID if valid_fraction and _draw(text) < valid_fraction else input_split
+                split = VALID if valid_fraction and _uniform_hash(text) < valid_fraction else input_split
             texts.append((text, starts, split))
             size += len(text)
             if size >= BLOCK:
@@ -173,12 +173,13 @@ def read_blocks(
     yield Block(texts, Cursor(len(inputs)), before, read)
 
 
-def _draw(text: str) -> float:
-    return int.from_bytes(hashlib.blake2b(text[:HELD].encode(), digest_size=8).digest(), "big") / 2**64
+def _uniform_hash(text: str) -> float:
+    """In [0, 1)."""
+    return int.from_bytes(hashlib.blake2b(text[:MAX_TEXT].encode(), digest_size=8).digest(), "big") / 2**64
 
 
 def prepare(config: PrepareConfig, out: Path, *, workers: int | None = None, report: Callable[[Done], None] = lambda done: None) -> Index:
-    """Makes `out`, or goes on with it after its last complete shard. A complete one of the same configuration is left as it is."""
+    """Prepares `out`, or resumes after its last complete shard. A complete `out` with the same configuration is kept as it is."""
     if workers is None:
         workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     elif workers < 1:
@@ -189,39 +190,41 @@ def prepare(config: PrepareConfig, out: Path, *, workers: int | None = None, rep
     if config.part is not None:
         inputs = _share(inputs, Part.of(config.part))
 
-    def compare(there: Index) -> None:
-        known = sum(map(there.tokens, SPLITS)), sum(map(there.documents, SPLITS))
-        refuse_changed(out, there, [source for source, _ in inputs], lambda done, total: report(Done(done, total, *known, known[0])))
+    def check_inputs(existing: Index) -> None:
+        tokens, documents = sum(map(existing.tokens, SPLITS)), sum(map(existing.documents, SPLITS))
+        refuse_changed(
+            out, existing, [source for source, _ in inputs], lambda done, total: report(Done(done, total, tokens, documents, tokens))
+        )
 
     with durable.sole_user(out):
         if (out / INDEX).exists():
             complete = Index.read(out)
             refuse_other(out, complete, index)
-            compare(complete)
+            check_inputs(complete)
             (out / PROGRESS).unlink(missing_ok=True)
             return complete
         with contextlib.closing(FolderWriter(out, index, files)) as folder:
             if folder.index is not index:
-                compare(folder.index)
+                check_inputs(folder.index)
             return _write(config, inputs, folder, workers, report)
 
 
 def _share(inputs: Sequence[tuple[Input, int]], part: Part) -> list[tuple[Input, int]]:
-    """What a part is made of; all that is there to validate on goes to the first."""
+    """Inputs of a part; the first gets all validation inputs."""
     valid = [pair for pair in inputs if pair[1] == VALID]
     train = part.share([source for source, split in inputs if split == TRAIN])
     return [*(valid if part.number == 1 else []), *((source, TRAIN) for source in train)]
 
 
 def _begin(config: PrepareConfig, inputs: Sequence[tuple[Input, int]]) -> tuple[Index, dict[str, bytes]]:
-    """The index before the first shard, and the tokenizer's files."""
+    """The index without shards, and the tokenizer's files."""
     import headmax
 
-    sources = {name: [source for source, its in inputs if its == split] for name, split in (("inputs", TRAIN), ("valid inputs", VALID))}
-    places = [{os.path.realpath(source.where) for source in of} for of in sources.values()]
-    for twice in set.intersection(*places):
-        raise ValueError(f"{twice}: among what to train on and what to validate on")
-    identities = {name: [source.identity for source in of] for name, of in sources.items()}
+    by_split = {name: [x for x, split in inputs if split == wanted] for name, wanted in (("inputs", TRAIN), ("valid inputs", VALID))}
+    paths = [{os.path.realpath(source.where) for source in sources} for sources in by_split.values()]
+    for path in set.intersection(*paths):
+        raise ValueError(f"{path}: given for training and for validation; choose one")
+    identities = {name: [source.identity for source in sources] for name, sources in by_split.items()}
     loaded = load(config.tokenizer)
     files = loaded.files()
     part = {} if config.part is None else {PART: list(Part.of(config.part))}
@@ -246,12 +249,12 @@ def _write(
     total = None if None in sizes else sum(filter(None, sizes))
     tokens = {split: index.tokens(split) for split in SPLITS}
     documents, earlier = sum(map(index.documents, SPLITS)), sum(tokens.values())
-    cursor, most = Cursor(*(index.cursor or ())), config.max_tokens or math.inf
+    cursor, max_tokens = Cursor(*(index.cursor or ())), config.max_tokens or math.inf
     if cursor.number > len(inputs) or (index.cursor is None and any(index.splits.values())):
-        raise ValueError(f"{folder.out / PROGRESS}: its cursor {index.cursor} is no place in these inputs; choose another folder")
+        raise ValueError(f"{folder.out / PROGRESS}: cursor {index.cursor} is not a position in these inputs; choose another folder")
     contents: Sequence[dict[str, Any] | None] = index.made_from.get(CONTENTS, [])
     with contextlib.closing(Encoders(workers, folder.out / FILES[0], index.document_token, folder.dtype)) as encoders:
-        blocks = read_blocks(inputs, cursor, config.valid_fraction, contents) if tokens["train"] < most else iter(())
+        blocks = read_blocks(inputs, cursor, config.valid_fraction, contents) if tokens["train"] < max_tokens else iter(())
         for block, encoded in encoders.results(blocks, ahead=2 * workers):
             cursor, contents = block.cursor, block.contents
             for split, (ids, starts) in zip(SPLITS, encoded, strict=True):
@@ -261,19 +264,19 @@ def _write(
             report(Done(block.position, total, sum(tokens.values()), documents, earlier))
             if folder.pending >= config.shard_tokens:
                 folder.commit(cursor, contents)
-            if tokens["train"] >= most:
+            if tokens["train"] >= max_tokens:
                 break
     if config.part is None and (not tokens["train"] or (not tokens["valid"] and (config.valid or config.valid_fraction))):
         folder.discard()
-        raise ValueError(_nothing(config, "train" if not tokens["train"] else "validate", documents))
+        raise ValueError(_no_documents(config, "training" if not tokens["train"] else "validation", documents))
     folder.commit(cursor, contents)
     return folder.finish()
 
 
-def _nothing(config: PrepareConfig, to: str, documents: int) -> str:
-    """Why there are no documents to train or to validate on, and what to do."""
-    said = f"no documents to {to} on in {' '.join(config.inputs + config.valid)}"
+def _no_documents(config: PrepareConfig, use: Literal["training", "validation"], documents: int) -> str:
+    """Why there are no documents for a split, and what to do."""
+    message = f"no documents for {use} in {' '.join(config.inputs + config.valid)}"
     if not config.valid_fraction:
-        return f"{said}: no text there; give other inputs"
-    way = "larger" if to == "validate" else "smaller"
-    return f"{said}: valid_fraction {config.valid_fraction:g} of {documents} leaves none; give a {way} one, or inputs with valid"
+        return f"{message}: no text there; give other inputs"
+    change = "larger" if use == "validation" else "smaller"
+    return f"{message}: valid_fraction {config.valid_fraction:g} of {documents} leaves none; give a {change} one, or inputs with valid"

@@ -1,4 +1,4 @@
-"""A prepared folder: token shards, where their documents begin, the tokenizer, and an index written last."""
+"""A prepared folder: token shards, document offsets, the tokenizer, and an index, which is written last."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headmax import durable, fields
 from headmax.data.encoder import SPLITS
 
 FORMAT = 1
-"""Of the folder, and of how text becomes tokens: a folder of another one is neither read nor gone on with."""
+"""Version of the folder's layout and of tokenisation; folders of another version are refused."""
 INDEX, PROGRESS = "index.json", "progress.json"
 STARTS = np.dtype("<i8")
 DTYPES = ("uint16", "uint32")
@@ -23,7 +23,7 @@ DTYPES = ("uint16", "uint32")
 
 @dataclass(frozen=True)
 class Shard:
-    """<name>.tokens, a row of token ids, and <name>.documents, the int64 places in it where documents begin."""
+    """<name>.tokens, the token ids, and <name>.documents, the int64 offsets at which documents begin."""
 
     name: str
     tokens: int
@@ -34,41 +34,41 @@ class Shard:
 
 @dataclass(frozen=True)
 class Index:
-    """index.json. Nothing in it depends on when, where or in how many goes the folder was made."""
+    """index.json. It does not depend on when or where the folder was prepared, or on interruptions."""
 
     format: int
     headmax: str
-    """The version that made it."""
+    """The version that prepared it."""
     dtype: str
     vocab_size: int
     document_token: int
     """The token before every document."""
     tokenizer_sha256: str
-    """Of tokenizer.json, which lies beside."""
+    """Of tokenizer.json in the same folder."""
     made_from: dict[str, Any]
     """Inputs and options."""
     splits: dict[str, tuple[Shard, ...]]
     cursor: Any = None
-    """In progress.json: the place in the inputs where the next shards begin."""
+    """In progress.json: the position in the inputs at which the next shards begin."""
 
     @classmethod
     def read(cls, folder: Path) -> Index:
-        """The index of a complete folder, whose files are there and of the right size."""
+        """The index of a complete folder; checks that its files exist with the right sizes."""
         path = folder / INDEX
         if not path.exists():
             if (folder / PROGRESS).exists():
-                raise ValueError(f"{folder}: half-written; run the same `headmax data prepare` again to finish it")
-            raise ValueError(f"{folder}: no prepared data here ({INDEX} is missing); make it with `headmax data prepare`")
+                raise ValueError(f"{folder}: incomplete; rerun the same `headmax data prepare` to finish it")
+            raise ValueError(f"{folder}: no prepared data ({INDEX} is missing); make it with `headmax data prepare`")
         index = cls.parse(path)
         index.check_sizes(folder)
         return index
 
     @classmethod
     def parse(cls, path: Path) -> Index:
-        """As the file says, whatever else is in the folder."""
+        """The index in a file, without looking at other files."""
         content = durable.read_json(path, "an index of prepared data")
-        if (made := content.get("format", FORMAT)) != FORMAT:
-            raise ValueError(f"{path.parent}: prepared in format {made}, this headmax reads {FORMAT}; prepare it again")
+        if (version := content.get("format", FORMAT)) != FORMAT:
+            raise ValueError(f"{path.parent}: prepared in format {version}, but this headmax reads {FORMAT}; prepare it again")
         try:
             splits: Any = content.get("splits")
             fields.check(splits, dict.fromkeys(SPLITS, list), set(SPLITS))
@@ -80,23 +80,23 @@ class Index:
         return index
 
     def check(self, path: Path) -> None:
-        """Raises where a field cannot be what `headmax data prepare` writes; `path` is where it was read."""
-        right = {
+        """ValueError for a field that `headmax data prepare` cannot have written; `path` is the file it was read from."""
+        valid = {
             "dtype": self.dtype in DTYPES,
             "vocab_size": 0 < self.vocab_size <= 2**32,
             "document_token": 0 <= self.document_token < self.vocab_size,
-            "cursor": self.cursor is None or (fields.is_of(self.cursor, list) and _is_place(*self.cursor)),
+            "cursor": self.cursor is None or (fields.is_of(self.cursor, list) and _is_cursor(*self.cursor)),
         }
-        for name, fits in right.items():
-            if not fits:
-                raise ValueError(f"{name} is {getattr(self, name)!r:.80}")
-        fields.check(self.made_from, {"contents": list[dict | None]}, set(), others=True)
+        for name, is_valid in valid.items():
+            if not is_valid:
+                raise ValueError(f"{name} cannot be {getattr(self, name)!r:.80}")
+        fields.check(self.made_from, {"contents": list[dict | None]}, set(), allow_unknown=True)
         for content in filter(None, self.made_from.get("contents", [])):
             fields.check(content, {"bytes": int, "blake2b": str}, {"bytes", "blake2b"})
         for shard in (shard for shards in self.splits.values() for shard in shards):
             durable.file_name(shard.name, path)
             if shard.tokens < 0 or shard.documents < 0:
-                raise ValueError(f"{shard}")
+                raise ValueError(f"tokens and documents must not be negative in {shard}")
 
     def dump(self) -> bytes:
         return json.dumps(asdict(self), indent=1).encode()
@@ -110,9 +110,9 @@ class Index:
 
     def check_sizes(self, folder: Path) -> None:
         for file, size, _ in self.files():
-            there = (folder / file).stat().st_size if (folder / file).is_file() else None
-            if there != size:
-                raise ValueError(f"{folder / file}: {'missing' if there is None else f'{there} bytes'}, the index says {size} bytes")
+            actual = (folder / file).stat().st_size if (folder / file).is_file() else None
+            if actual != size:
+                raise ValueError(f"{folder / file}: {'missing' if actual is None else f'{actual} bytes'}, the index says {size} bytes")
 
     def tokens(self, split: str) -> int:
         return sum(shard.tokens for shard in self.splits[split])
@@ -121,13 +121,13 @@ class Index:
         return sum(shard.documents for shard in self.splits[split])
 
 
-def _is_place(number: Any = None, state: Any = None, split: Any = None, *rest: Any) -> bool:
-    """Whether these make a `headmax.data.prepare.Cursor`."""
+def _is_cursor(number: Any = None, state: Any = None, split: Any = None, *rest: Any) -> bool:
+    """Whether these are the fields of a `headmax.data.prepare.Cursor`."""
     return not rest and fields.is_of(number, int) and number >= 0 and fields.is_of(state, int | dict | None) and split in range(len(SPLITS))
 
 
 def verify(folder: Path) -> Index:
-    """The index of a folder all of whose files have the checksums it states."""
+    """The index of a folder, after comparing every file with its checksum."""
     index = Index.read(folder)
     for name, checksum in [("tokenizer.json", index.tokenizer_sha256), *((name, checksum) for name, _, checksum in index.files())]:
         if not (folder / name).is_file():
@@ -141,16 +141,18 @@ def verify(folder: Path) -> Index:
         )
         starts = mapped(folder / f"{shard.name}.documents", STARTS, shard.documents)
         if len(starts) and (starts[0] < 0 or starts[-1] >= shard.tokens or (np.diff(starts) <= 0).any()):
-            raise ValueError(f"{folder / f'{shard.name}.documents'}: not places in {shard.tokens} tokens, one after the other")
+            raise ValueError(
+                f"{folder / f'{shard.name}.documents'}: not increasing offsets below {shard.tokens} tokens; prepare the folder again"
+            )
     return index
 
 
 def mapped(path: Path, dtype: np.dtype | str, count: int) -> np.ndarray:
-    """A file's numbers, read as they are looked at."""
+    """A memory-mapped array of a file."""
     return np.memmap(path, dtype, "r", shape=(count,)).view(np.ndarray) if count else np.empty(0, dtype)
 
 
 def refuse_outside(where: Path, tokens: np.ndarray, vocab_size: int) -> None:
-    """Raises where a token is not in the vocabulary."""
+    """ValueError for a token outside the vocabulary."""
     if tokens.size and (largest := int(tokens.max())) >= vocab_size:
         raise ValueError(f"{where}: token {largest} is outside the vocabulary of {vocab_size}; prepare the folder again")

@@ -1,4 +1,4 @@
-"""What a trainer trains on: a stream of samples that can be entered at any number."""
+"""Training data: samples addressed by number."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from headmax.ops.packing import Packing
 
 
 class Batch(NamedTuple):
-    """Samples laid side by side, on the CPU."""
+    """A batch of samples, on the CPU."""
 
     input_ids: Tensor
-    """[B, T] int64; [1, B*T] where documents are kept apart."""
+    """[B, T] int64; [1, B*T] if documents are separate."""
     labels: Tensor
     """The same shape, -100 where there is no loss. Not shifted: the model shifts, as Hugging Face does."""
     packing: Packing | None
-    """Where sequences begin in a row of B*T tokens whose documents are kept apart; else None."""
+    """Sequence boundaries in a row of B*T tokens with separate documents; else None."""
     position_ids: Tensor | None = None
-    """[1, T] of a piece of each sample: where it lies; a packing knows that itself."""
+    """[1, T], if tokens are a piece of each sample: their positions. A packing has its own."""
     shift_labels: Tensor | None = None
-    """Of a piece: what its tokens predict."""
+    """The same shape, if tokens are a piece of each sample: labels of the next tokens."""
 
     def map(self, change: Callable[[Tensor | Packing], Tensor | Packing]) -> Batch:
-        """With `change` of all that is there."""
+        """The batch with `change` applied to each field that is not None."""
         return Batch(*(x if x is None else change(x) for x in self))  # type: ignore[arg-type]
 
 
 class Source(Protocol):
-    """Sample i is the same whoever asks, for all i >= 0, over as many epochs as it takes."""
+    """Sample i is always the same, for all i >= 0, over any number of epochs."""
 
     vocab_size: int
-    """The smallest vocabulary that holds all its tokens."""
+    """At least the largest token plus 1."""
     length: int
     """Tokens per sample."""
 
@@ -43,5 +43,5 @@ class Source(Protocol):
 
     @property
     def identity(self) -> dict[str, str | int]:
-        """What must not change between a run and its resumption."""
+        """What must be the same when a run is resumed."""
         ...

@@ -1,4 +1,4 @@
-"""Tokenizers: Mistral's, out of the package mistral-common with no download, any tokenizer.json, or one trained on the spot."""
+"""Tokenizers: Mistral's, from the package mistral-common without a download; any tokenizer.json; or a newly trained one."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from headmax import durable
 
 FILES = ("tokenizer.json", "tokenizer_config.json")
-"""What makes a folder one that `AutoTokenizer.from_pretrained` loads."""
+"""Files that `AutoTokenizer.from_pretrained` needs in a folder."""
 SPACE = "▁"
-"""How sentencepiece writes a space."""
+"""Sentencepiece's symbol for a space."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A tokenizer, and how Hugging Face is to treat it."""
+    """A tokenizer and its Hugging Face configuration."""
 
     tokenizer: Tokenizer
     config: dict[str, Any]
@@ -41,20 +41,20 @@ class Loaded:
         return 1 + max(self.tokenizer.get_vocab().values())
 
     def document_token(self, name: str | None = None) -> int:
-        """The token that begins a document: the one of that name, or what the tokenizer itself puts before a text."""
+        """The token that begins a document: the one of this name, or the one that the tokenizer itself puts before a text."""
         if name is None:
             probe = self.tokenizer.encode("a")
             if probe.special_tokens_mask[0]:
                 return probe.ids[0]
-        elif (found := self.tokenizer.token_to_id(name)) is not None:
-            return found
+        elif (token_id := self.tokenizer.token_to_id(name)) is not None:
+            return token_id
         special = [token.content for token in self.tokenizer.get_added_tokens_decoder().values() if token.special]
-        reason = "the tokenizer puts none before a text" if name is None else f"there is no token {name!r}"
-        raise ValueError(f"document_token: {reason}; choose one of its special tokens: {' '.join(special) or 'it has none'}")
+        reason = "the tokenizer puts no token before a text" if name is None else f"there is no token {name!r}"
+        raise ValueError(f"document_token: {reason}; choose one of its special tokens: {' '.join(special) or 'none'}")
 
 
 def load(name: str) -> Loaded:
-    """ "mistral", a tokenizer.json, or a folder with one; tokenizer_config.json is read too where it lies beside."""
+    """The tokenizer of "mistral", a tokenizer.json, or a folder with one; a tokenizer_config.json in the same folder is read too."""
     if name == "mistral":
         return mistral()
     path = Path(name)
@@ -63,18 +63,18 @@ def load(name: str) -> Loaded:
         raise FileNotFoundError(f"tokenizer {name!r}: neither 'mistral' nor a tokenizer.json")
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # all that the library raises
+    except Exception as error:  # the library raises plain Exception
         raise ValueError(f"{path}: not a tokenizer.json: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    beside = path.with_name(FILES[1])
-    return Loaded(tokenizer, durable.read_json(beside) if beside.exists() else {"tokenizer_class": "PreTrainedTokenizerFast"})
+    config = path.with_name(FILES[1])
+    return Loaded(tokenizer, durable.read_json(config) if config.exists() else {"tokenizer_class": "PreTrainedTokenizerFast"})
 
 
 def encode_text(tokenizer: Any, text: str, *, start: bool = True, offsets: bool = False) -> Any:
-    """A Hugging Face tokenizer's encoding of a text from outside, with the ids that `headmax data prepare` gives it.
+    """Encodes a text from a user with a Hugging Face tokenizer, to the ids of `headmax data prepare`.
 
-    What looks like a control token there, such as "</s>", is spelled out; at the `start` of a text the tokenizer puts those of its own.
+    Control tokens in the text, such as "</s>", are encoded as plain characters; with `start`, the tokenizer puts its own before the text.
     """
     try:
         text.encode()
@@ -85,7 +85,7 @@ def encode_text(tokenizer: Any, text: str, *, start: bool = True, offsets: bool 
 
 
 def mistral() -> Loaded:
-    """The 32,000 pieces of Mistral 7B (0.1), with byte fallback; the same ids as sentencepiece gives, and `<s>` before a text."""
+    """The 32,000 pieces of Mistral 7B (0.1), with byte fallback: the ids of sentencepiece, and `<s>` before a text."""
     if importlib.util.find_spec("mistral_common") is None or importlib.util.find_spec("sentencepiece") is None:
         raise ValueError("tokenizer 'mistral' needs mistral-common with sentencepiece: pip install '.[train]' in a checkout of headmax")
     import mistral_common
@@ -94,8 +94,8 @@ def mistral() -> Loaded:
     pieces = SentencePieceProcessor(model_file=str(Path(mistral_common.__file__).parent / "data" / "tokenizer.model.v1"))
     names = [pieces.id_to_piece(n) for n in range(pieces.get_piece_size())]
     vocab = {piece: n for n, piece in enumerate(names)}
-    # Sentencepiece joins the two neighbours that make the piece of the highest score, the leftmost of equals; a list of merges is a total
-    # order. Equals are the ways to split one piece, and only runs of spaces tell them apart: the longest left part first gives the same.
+    # Sentencepiece merges the pair with the highest score, the leftmost on a tie; a list of merges needs a total order. Ties are different
+    # splits of one piece, and matter for runs of spaces only: there, the longest left part first gives sentencepiece's result.
     merges = [
         (-pieces.get_score(n), -cut, (piece[:cut], piece[cut:]))
         for n, piece in enumerate(names)
@@ -134,5 +134,5 @@ def byte_lengths(tokenizer: Tokenizer) -> list[int]:
     """Bytes of text per token of a byte-level tokenizer, by token id; 0 for special tokens."""
     special = tokenizer.get_added_tokens_decoder()
     names = {number: name for name, number in tokenizer.get_vocab().items()}
-    # A byte-level tokenizer writes every byte of a token's name as one character.
+    # In a byte-level vocabulary every character of a token stands for one byte.
     return [0 if number in special else len(names[number]) for number in range(len(names))]

@@ -1,1 +1,1 @@
-"""`headmax demo`: one small model trained three times, on Python's own source (code) or on associative recall (recall)."""
+"""`headmax demo`: a small model trained three times, on Python's source (code) or on associative recall (recall)."""

@@ -1,4 +1,4 @@
-"""`headmax demo`: one small language model trained three times on Python's own source."""
+"""`headmax demo`: a small language model trained three times on Python's source."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ PROMPT, NEW_TOKENS, TEMPERATURE = "def read_file(path", 60, 0.7
 
 
 def run(*, seed: int, steps: int, out: Path, record: Path | None, corpus: Corpus | None = None) -> None:
-    """Trains the variants on the same tokens from the same start, then shows figures, continuations, a picture and a report.
+    """Trains the variants on the same tokens from the same parameters, then shows results, continuations, a figure and a report.
 
-    `corpus` takes the place of the standard library.
+    `corpus` replaces the standard library.
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
@@ -47,7 +47,7 @@ def run(*, seed: int, steps: int, out: Path, record: Path | None, corpus: Corpus
         start = HeadmaxForCausalLM(models["plain"]).state_dict()
         experiment = Experiment(models, config, text.train(LENGTH, seed), held_out, start, text.folder)
         console.print(
-            f"Training: {steps} steps of {BATCH * LENGTH:,} tokens per variant; below, the loss of the latest step.", highlight=False
+            f"Training: {steps} steps of {BATCH * LENGTH:,} tokens per variant; lines show the loss of the latest step.", highlight=False
         )
         trained = train(experiment, out, Display(console, steps, lambda line: describe(line, text.tokens_per_byte)))
         predicted = count_predicted(held_out, text.token_bytes)
@@ -78,7 +78,7 @@ def model_config(variant: str, document_token: int) -> HeadmaxConfig:
 
 
 def train_config(steps: int, seed: int) -> TrainConfig:
-    """16 sequences of 256 tokens per step; warm-up, then a cosine."""
+    """16 sequences of 256 tokens per step; warm-up, then cosine decay."""
     tokens, lr = BATCH * LENGTH, 6e-3
     return TrainConfig(
         token_budget=steps * tokens,

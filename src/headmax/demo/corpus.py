@@ -1,4 +1,4 @@
-"""The demo's text, which every machine has: the source of Python's standard library, one document per file."""
+"""The demo's text, available on every machine: the source of Python's standard library, one document per file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from headmax import durable
 
 SKIPPED = {"__pycache__", "_bundled", "dist-packages", "idle_test", "pydoc_data", "site-packages", "test", "tests"}
-"""Folders of tests, installed packages and generated pages, which are not the library's own code."""
+"""Folders of tests, installed packages and generated pages, which are not the library's code."""
 MACHINE_SPECIFIC = "_sysconfigdata"
 """Files whose names start like this describe one machine."""
 HELD_OUT_ONE_IN = 20
@@ -58,13 +58,13 @@ def read(folder: Path, version: str) -> Corpus:
     documents = tuple(read_documents(folder))
     train, valid = (tuple(d for d in documents if is_held_out(d.name) is wanted) for wanted in (False, True))
     if not train or not valid:
-        found = f"{len(documents)} files of Python source, too few for the demo"
-        raise ValueError(f"{folder}: {found}; use a Python whose standard library is installed as source")
+        problem = f"{len(documents)} files of Python source, too few for the demo"
+        raise ValueError(f"{folder}: {problem}; use a Python whose standard library is installed as source")
     return Corpus(version, train, valid)
 
 
 def read_documents(root: Path) -> Iterator[Document]:
-    """The files below `root` that hold text in UTF-8, sorted by name."""
+    """The files below `root` with text in UTF-8, sorted by name."""
     names = []
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if name not in SKIPPED]
@@ -81,7 +81,7 @@ def read_documents(root: Path) -> Iterator[Document]:
 
 
 def is_held_out(name: str) -> bool:
-    """Decided by the file's name alone, so that a file stays on its side of the split whatever else is installed."""
+    """Depends on the file's name alone, so that a file's split is the same in every installation."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") % HELD_OUT_ONE_IN == 0
 
 

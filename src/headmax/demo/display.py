@@ -10,12 +10,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from headmax.demo.variants import VARIANTS
 from headmax.train.metrics import Line
 
-PRINTED = 10
-"""Lines per variant where there is no terminal."""
+PRINTED_LINES = 10
+"""Per variant, if the output is not a terminal."""
 
 
 class Display:
-    """Use as a context; `describe` turns a step's metrics into a few words."""
+    """A context manager; `describe` formats a step's metrics."""
 
     def __init__(self, console: Console, steps: int, describe: Callable[[Line], str]) -> None:
         self.console, self.steps, self.describe = console, steps, describe
@@ -40,15 +40,15 @@ class Display:
         self.progress.stop()
 
     def step(self, variant: str, line: Line) -> None:
-        """Shows a step; a number that is not measured at every step stays until the next measurement."""
+        """Shows a step; metrics that are not measured at every step stay until the next measurement."""
         self.latest[variant] |= line
         step, text = line["step"], self.describe(self.latest[variant])
         self.progress.update(self.bars[variant], completed=step, text=text)
-        if step % max(1, self.steps // PRINTED) == 0 or step in (1, self.steps):
+        if step % max(1, self.steps // PRINTED_LINES) == 0 or step in (1, self.steps):
             self._print(f"{variant:8} step {step}/{self.steps}  {text}")
 
     def reused(self, variant: str, line: Line) -> None:
-        """Shows the last step of a variant that an earlier run has trained."""
+        """Shows the last step of a variant from an earlier run."""
         text = f"{self.describe(line)}, reused"
         self.progress.update(self.bars[variant], completed=self.steps, text=text)
         self._print(f"{variant:8} {text}")

@@ -1,4 +1,4 @@
-"""Pictures of training and held-out results, and reports of which head wins which token."""
+"""Figures of training and held-out results, and reports of which head wins which token."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from headmax.demo.training import Trained
 from headmax.demo.variants import COLOURS
 from headmax.train.loading import load_tokenizer
 
-SMOOTHED = 10
+SMOOTHING = 10
 """Steps in the running mean of the loss."""
-REPORTED = 600
+REPORT_TOKENS = 600
 """Tokens of a file in the report."""
 
 
@@ -27,11 +27,11 @@ def plot_code(trained: Mapping[str, Trained], bits: Mapping[str, float], seed: i
     figure, (curve, dots) = style.subplots(1, 2, figsize=(9, 3.6), width_ratios=(2, 1))
     for variant, result in trained.items():
         losses = [line["loss"] for line in result.lines]
-        means = [sum(losses[max(0, n - SMOOTHED) : n]) / min(n, SMOOTHED) for n in range(1, len(losses) + 1)]
+        means = [sum(losses[max(0, n - SMOOTHING) : n]) / min(n, SMOOTHING) for n in range(1, len(losses) + 1)]
         curve.plot([line["step"] for line in result.lines], means, color=COLOURS[variant], label=variant)
         dots.plot(bits[variant], variant, "o", color=COLOURS[variant], markersize=9)
         dots.annotate(f"{bits[variant]:.3f}", (bits[variant], variant), xytext=(0, 9), textcoords="offset points", ha="center")
-    curve.set(title=f"Python's standard library, seed {seed}", xlabel="training step", ylabel=f"training loss, mean of {SMOOTHED} steps")
+    curve.set(title=f"Python's standard library, seed {seed}", xlabel="training step", ylabel=f"training loss, mean of {SMOOTHING} steps")
     curve.legend()
     dots.set(title="Held-out files", xlabel="bits per byte (lower is better)", ylim=(len(trained) - 0.5, -0.7))
     dots.margins(x=0.25)
@@ -52,11 +52,11 @@ def plot_recall(trained: Mapping[str, Trained], task: MQAR, seed: int, path: Pat
 
 
 def report_code(model: HeadmaxForCausalLM, text: TokenizedCorpus, seed: int, path: Path) -> None:
-    """The gates on a piece of held-out code."""
+    """Gates on an excerpt of held-out code."""
     excerpt = choose_excerpt(text.corpus.valid)
     ids, tokens = encode(load_tokenizer(text.folder), excerpt.text)
     name = f"{excerpt.name}, held out, with softmax gates, seed {seed}"
-    report.write(path, [trace(model, ids[:REPORTED], tokens[:REPORTED], name)])
+    report.write(path, [trace(model, ids[:REPORT_TOKENS], tokens[:REPORT_TOKENS], name)])
 
 
 def choose_excerpt(documents: Iterable[Document]) -> Document:
@@ -68,7 +68,7 @@ def choose_excerpt(documents: Iterable[Document]) -> Document:
 
 
 def report_recall(model: HeadmaxForCausalLM, task: MQAR, seed: int, path: Path) -> None:
-    """The gates on one held-out sequence: the pairs, then the keys that ask for their values."""
+    """Gates on a held-out sequence: the pairs, then the queries."""
     ids, pairs = task.held_out(seed).batch([0]).input_ids[0, : 3 * task.num_pairs], 2 * task.num_pairs
     first_value = task.vocab_size // 2
 

@@ -1,4 +1,4 @@
-"""A demo's folder: who may write there, and the records of what was measured."""
+"""A demo's output folder and records."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ THREADS = 2
 
 @contextlib.contextmanager
 def demo_folder(command: str, out: Path, record: Path | None) -> Iterator[None]:
-    """Claims `out` for one process of `command`, and runs it on `THREADS` threads.
+    """Claims `out` for one process of `command`, and runs the block on `THREADS` threads.
 
-    Raises before anything is computed or written if `out` holds other files, or `record` is not a file of records.
+    ValueError, before anything is computed or written, if `out` contains other files or `record` is not a file of records.
     """
     require_matplotlib()
     marker = out / f"{command.replace(' ', '-')}.txt"
@@ -32,13 +32,13 @@ def demo_folder(command: str, out: Path, record: Path | None) -> Iterator[None]:
 
 
 def _was_written(path: Path) -> bool:
-    """Even if only in part, by a process that was killed."""
+    """Completely, or partially by a killed process."""
     return path.is_file() or path.with_name(path.name + durable.UNFINISHED).is_file()
 
 
 @contextlib.contextmanager
 def _threads(number: int) -> Iterator[None]:
-    """Runs torch on so many threads whatever the number of cores: it decides the order of sums, and with it the last digits."""
+    """Sets torch's number of threads, which determines the order of sums and so the last digits."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
@@ -49,7 +49,7 @@ def _threads(number: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _warnings_only() -> Iterator[None]:
-    """The display shows progress; the trainer's own messages would break its lines."""
+    """Hides the trainer's messages, which would interfere with the progress display."""
     logger = logging.getLogger("headmax")
     before = logger.level
     logger.setLevel(logging.WARNING)

@@ -1,4 +1,4 @@
-"""`headmax demo recall`: one tiny model trained three times on associative recall."""
+"""`headmax demo recall`: a tiny model trained three times on associative recall."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from headmax.tables import Table
 from headmax.train.metrics import Line
 
 METRIC = Metric("mean accuracy over training", "fraction", "mean accuracy over training")
-"""So that faster learning counts."""
+"""The mean rewards faster learning."""
 
 
 def run(*, seed: int, heads: int, pairs: int, key: int, steps: int, out: Path, record: Path | None) -> None:
-    """Trains the variants on the same sequences, then shows figures, a picture and a report."""
+    """Trains the variants on the same sequences, then shows results, a figure and a report."""
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
     task, console = MQAR(num_pairs=pairs, vocab_size=64), Console()
@@ -52,7 +52,7 @@ def run(*, seed: int, heads: int, pairs: int, key: int, steps: int, out: Path, r
 
 
 def describe(line: Line) -> str:
-    """Training loss, and the latest accuracy on held-out sequences."""
+    """Training loss and the latest held-out accuracy."""
     accuracy = f", accuracy {line['validation']['accuracy']:.3f}" if "validation" in line else ""
     return f"loss {line['loss']:.3f}{accuracy}"
 

@@ -1,4 +1,4 @@
-"""The corpus as tokens, through the library's own pipeline: a tokenizer trained on the spot, token shards, bytes per token."""
+"""Tokenizes the corpus with the library's own pipeline: trains a tokenizer, writes token shards, counts bytes per token."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from headmax.demo.corpus import Corpus, count_bytes
 
 VOCABULARY = 1024
 MANIFEST = "corpus.json"
-"""Written last: what the corpus and the tokenizer beside it were made from."""
+"""Written last, with the origin of the corpus and the tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -77,15 +77,15 @@ def tokenize(corpus: Corpus, out: Path, log: Callable[[str], None]) -> Tokenized
 
 
 def count_predicted(source: TokenShards, token_bytes: np.ndarray) -> tuple[int, int]:
-    """Tokens that a model predicts in one epoch, and the bytes of text that they stand for.
+    """Tokens that a model predicts in one epoch, and the bytes of text in them.
 
-    The first token of a window is given, so neither it nor its bytes count. The token that begins a document is predicted like any other
-    but stands for no bytes: predicting where a file ends costs bits too.
+    The first token of a window is not predicted, so neither it nor its bytes count. The token that begins a document is predicted like
+    any other but has no bytes, so that predicting the end of a file costs bits too.
     """
     ids = source.batch(range(source.num_samples)).input_ids[:, 1:].numpy()
     return ids.size, int(token_bytes[ids].sum())
 
 
 def bits_per_byte(loss: float, tokens: float, text_bytes: float) -> float:
-    """From a loss in nats per token over `tokens` that stand for `text_bytes`."""
+    """Converts a loss in nats per token, given the tokens and bytes it is over."""
     return loss * tokens / text_bytes / math.log(2)

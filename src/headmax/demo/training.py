@@ -25,7 +25,7 @@ from headmax.train.trainer import fit
 
 @dataclass(frozen=True)
 class Experiment:
-    """What to train; the variants differ in their gates alone."""
+    """What to train; the variants differ only in their gates."""
 
     models: Mapping[str, HeadmaxConfig]
     """One per variant."""
@@ -33,7 +33,7 @@ class Experiment:
     source: Source
     held_out: Source
     start: Mapping[str, Tensor] = field(default_factory=dict)
-    """Initial parameters that all variants share; the rest is random."""
+    """Initial parameters shared by all variants; the others are random."""
     tokenizer: Path | None = None
 
 
@@ -52,7 +52,7 @@ class Trained:
 
     @property
     def accuracies(self) -> dict[int, float]:
-        """Held-out accuracy by step, where it was measured."""
+        """Held-out accuracy by step."""
         return {line["step"]: line["validation"]["accuracy"] for line in self.lines if "validation" in line}
 
     @property
@@ -62,13 +62,13 @@ class Trained:
 
     @property
     def gate_entropy(self) -> float | None:
-        """Mean over the gates on held-out text: 1 where all heads share evenly, 0 where one takes all; None without gates."""
+        """Mean over the gates on held-out text: 1 if all heads share evenly, 0 if one takes all; None without gates."""
         gates = self.lines[-1].get("gates", {})
         return statistics.fmean(gate["entropy"] for gate in gates.values()) if gates else None
 
 
 def train(experiment: Experiment, out: Path, display: Display) -> dict[str, Trained]:
-    """Every variant's run is a folder in `out`, with a file beside it that holds the settings it was trained with."""
+    """Trains every variant in a folder VARIANT of `out`, and writes its settings to VARIANT.json."""
     trained = {}
     with display:
         for variant, model in experiment.models.items():
@@ -92,7 +92,7 @@ def train(experiment: Experiment, out: Path, display: Display) -> dict[str, Trai
 
 
 def settings(model: HeadmaxConfig, experiment: Experiment) -> dict[str, Any]:
-    """Everything that determines a variant's result, as JSON reads it back."""
+    """Everything that determines a variant's result, as JSON."""
     code = {"commit": records.current_commit(), "torch": torch.__version__}
     return json.loads(
         json.dumps({"model": model.to_dict(), "train": asdict(experiment.config), "data": experiment.source.identity, **code})
@@ -100,7 +100,7 @@ def settings(model: HeadmaxConfig, experiment: Experiment) -> dict[str, Any]:
 
 
 def discard_other_run(folder: Path, wanted: dict[str, Any]) -> None:
-    """Removes a run of other settings; one of the wanted settings stays, finished or not."""
+    """Removes a run with other settings; keeps one with the wanted settings, finished or not."""
     path = folder.with_suffix(".json")
     if path.exists() and durable.read_json(path) == wanted:
         return

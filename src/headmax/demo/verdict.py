@@ -1,4 +1,4 @@
-"""What the figures of a demo say in plain words, judged by how much recorded seeds differ."""
+"""Interprets a demo's results in plain words, given the variation over recorded seeds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headmax.demo.variants import RIVALS, VARIANTS
 
 SEEDS = Path(__file__).with_name("seeds.json")
 FEWEST_SEEDS = 3
-"""Fewer say nothing about noise."""
+"""Fewer do not tell the noise."""
 
 Scores = dict[str, float]
 """The metric of every variant, for one seed."""
@@ -20,7 +20,7 @@ Scores = dict[str, float]
 
 @dataclass(frozen=True)
 class Metric:
-    """What the variants are compared by."""
+    """The metric to compare variants by."""
 
     record: str
     """Its name in records."""
@@ -35,18 +35,18 @@ class Metric:
         return -gain if self.lower_is_better else gain
 
     def wins(self, seeds: Sequence[Scores], rival: str) -> int:
-        """In how many seeds softmax is better."""
+        """Number of seeds in which softmax is better."""
         return sum(self.gain(scores, rival) > 0 for scores in seeds)
 
 
 def recorded_seeds(metric: Metric, case: str) -> list[Scores]:
-    """The metric of a setting, one entry per seed that was recorded; `python -m lab package` puts them into the package."""
-    found = json.loads(SEEDS.read_text())
-    return next((one["seeds"] for one in found if (one["metric"], one["case"]) == (metric.record, case)), [])
+    """The metric by recorded seed; `python -m lab package` updates them."""
+    entries = json.loads(SEEDS.read_text())
+    return next((entry["seeds"] for entry in entries if (entry["metric"], entry["case"]) == (metric.record, case)), [])
 
 
 def verdict(metric: Metric, scores: Scores, seeds: Sequence[Scores]) -> Iterator[str]:
-    """One sentence per rival on this run, then one on the recorded seeds of the same settings, if there are any."""
+    """One sentence per rival about this run, then one about the recorded seeds with the same settings, if any."""
     for rival in RIVALS:
         yield compare(metric, scores, seeds, rival)
     if seeds:
@@ -56,7 +56,7 @@ def verdict(metric: Metric, scores: Scores, seeds: Sequence[Scores]) -> Iterator
 
 
 def compare(metric: Metric, scores: Scores, seeds: Sequence[Scores], rival: str) -> str:
-    """One sentence on softmax and a rival. Variants of a seed share data, so that their differences vary less than their scores."""
+    """One sentence about softmax and a rival. Variants share data per seed, so that differences vary less than scores."""
     gain = metric.gain(scores, rival)
     result = f"Softmax is {abs(gain):.3f} {'better' if gain > 0 else 'worse'} than {rival} in {metric.name}"
     if len(seeds) < FEWEST_SEEDS:

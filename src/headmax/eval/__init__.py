@@ -1,1 +1,1 @@
-"""The paper's evaluation, on lm-evaluation-harness: requests, then scores, then metrics, each a file of its own."""
+"""The paper's evaluation, on lm-evaluation-harness, in three stages with a file each: requests, scores, metrics."""

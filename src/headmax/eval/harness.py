@@ -1,4 +1,4 @@
-"""lm-evaluation-harness asks, headmax answers: tokenisation as the harness's own Hugging Face class has it, scores from anywhere."""
+"""headmax as a model of lm-evaluation-harness, with the tokenisation of the harness's Hugging Face class."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from headmax.eval.scoring import Scorer
 from headmax.train.loading import load_model, load_tokenizer
 
 Answer = Callable[[Sequence[Request]], Mapping[str, Score]]
-"""Scores of all requests, by id."""
+"""Maps requests to scores, by id."""
 MAX_NEW_TOKENS = 256
-"""Of a text whose task sets no limit, as in the harness."""
+"""Of a task that sets no limit, as in the harness."""
 
 
 class TokenLM(TemplateLM):
-    """Turns the harness's texts into requests and answers back into what the harness expects.
+    """Turns the harness's texts into requests, and scores into the harness's results.
 
-    Without `max_length` nothing is cut: a long context is read whole, and a document's perplexity is that of one window.
-    With it, contexts lose their beginning and documents are cut into windows, as the harness does it.
+    Without `max_length` nothing is truncated: a document's perplexity is that of a single window. With it, contexts are truncated on the
+    left and documents are split into windows, as the harness does.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, answer: Answer, max_length: int | None = None) -> None:
@@ -50,50 +50,50 @@ class TokenLM(TemplateLM):
         return self.eot_token_id if bos is None else bos
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """As the tokenizer does by itself; the names of control tokens in a task's texts are spelled out, as in training data."""
+        """The tokenizer's ids; control tokens in the text are encoded as plain characters, as in training data."""
         return encode_text(self.tokenizer, string, start=add_special_tokens is not False)["input_ids"]
 
     def _request(self, context: Sequence[int], targets: Sequence[int]) -> Request:
         if not targets:
-            raise ValueError("a continuation has no tokens of its own after its context")
+            raise ValueError("the continuation adds no tokens to its context")
         kept = len(context) if self.max_length is None else self.max_length + 1 - len(targets)
         if kept < 1:
             raise ValueError(f"max_length {self.max_length} is too short for a continuation of {len(targets)} tokens")
         return Request("loglikelihood", tuple(context[-kept:]), tuple(targets), cut=max(0, len(context) - kept))
 
     def _loglikelihood_tokens(self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any) -> list[tuple[float, bool]]:
-        asked = [self._request(context, targets) for _, context, targets in requests]
-        scores = self.answer(asked)
-        return [(_known(scores[r.id].logprob), scores[r.id].hits == len(r.targets)) for r in asked]
+        ours = [self._request(context, targets) for _, context, targets in requests]
+        scores = self.answer(ours)
+        return [(_required(scores[r.id].logprob), scores[r.id].hits == len(r.targets)) for r in ours]
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
-        asked = []
+        documents = []
         for instance in requests:
             tokens = self.tok_encode(instance.args[0])
             windows = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length or len(tokens), context_len=1)
-            asked.append([self._request(*make_disjoint_window(window)) for window in windows])
-        scores = self.answer(list(chain.from_iterable(asked)))
-        return [sum(_known(scores[request.id].logprob) for request in windows) for windows in asked]
+            documents.append([self._request(*make_disjoint_window(window)) for window in windows])
+        scores = self.answer(list(chain.from_iterable(documents)))
+        return [sum(_required(scores[request.id].logprob) for request in windows) for windows in documents]
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        asked = []
+        ours = []
         for instance in requests:
             text, settings = instance.args
             settings = normalize_gen_kwargs(settings, MAX_NEW_TOKENS)
             if settings["do_sample"]:
-                raise ValueError(f"task {instance.task_name}: the headmax model generates greedily, the task asks for samples")
+                raise ValueError(f"task {instance.task_name}: headmax generates greedily, but the task asks for sampling")
             context, new = self.tok_encode(text), settings["max_gen_toks"]
             kept = len(context) if self.max_length is None else self.max_length - new
             if kept < 1:
-                raise ValueError(f"max_length {self.max_length} leaves no room beside {new} generated tokens")
+                raise ValueError(f"max_length {self.max_length} leaves no room for a context besides {new} generated tokens")
             until = tuple(stop for stop in settings["until"] if stop)
-            asked.append(Request("generate", tuple(context[-kept:]), (), until, new, max(0, len(context) - kept)))
-        scores = self.answer(asked)
-        return [_known(scores[request.id].text) for request in asked]
+            ours.append(Request("generate", tuple(context[-kept:]), (), until, new, max(0, len(context) - kept)))
+        scores = self.answer(ours)
+        return [_required(scores[request.id].text) for request in ours]
 
 
-def _known(value: Any) -> Any:
-    assert value is not None, "the score is of another kind of request"
+def _required(value: Any) -> Any:
+    assert value is not None, "the score belongs to another kind of request"
     return value
 
 
@@ -115,15 +115,15 @@ class HeadmaxLM(TokenLM):
         """
         Args:
             pretrained: a folder with config.json, safetensors files and a tokenizer.
-            tokenizer: the tokenizer's folder, if it is another.
-            device: cpu or cuda; cuda where there is one.
-            dtype: of the weights; bfloat16 on a GPU, float32 on a CPU unless given.
+            tokenizer: the tokenizer's folder, if it is not in `pretrained`.
+            device: cpu or cuda; unless given, cuda if available.
+            dtype: of the weights; unless given, bfloat16 on a GPU and float32 on a CPU.
             max_length: most tokens the model reads at a time; no limit unless given.
-            batch_tokens: most tokens in one forward pass; 65,536 on a GPU and 16,384 on a CPU unless given.
-            batch_size: not used, nor is max_batch_size: the harness passes them, and sequences are packed by their tokens.
+            batch_tokens: most tokens in one forward pass; unless given, 65,536 on a GPU and 16,384 on a CPU.
+            batch_size: ignored, as is max_batch_size, which the harness passes too: sequences are packed by tokens.
         """
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         model = load_model(pretrained, device, getattr(torch, dtype) if dtype else None)
-        words = load_tokenizer(tokenizer or pretrained)
-        super().__init__(words, Scorer(model, words, batch_tokens).answers, max_length)
+        loaded = load_tokenizer(tokenizer or pretrained)
+        super().__init__(loaded, Scorer(model, loaded, batch_tokens).answers, max_length)
         self._device = model.device

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness's own command line with the model `headmax` in it: python -m headmax.eval.lm_eval --model headmax ..."""
+"""lm-evaluation-harness's command line with the model `headmax`: python -m headmax.eval.lm_eval --model headmax ..."""
 
 from __future__ import annotations
 

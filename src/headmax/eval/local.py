@@ -1,4 +1,4 @@
-"""The tasks' data from files: rows as the harness's tasks expect them from the hub."""
+"""Data of tasks from local files, converted to the rows that the harness gets from the hub."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Row = dict[str, Any]
 
 
 def find(folder: Path, *names: str) -> Path:
-    """The first of these files, or of the same compressed with xz, in a folder or the folders in it."""
+    """The first of these files, plain or as .xz, in a folder or its subfolders."""
     for name in names:
         for pattern in (name, f"*/{name}"):
             for suffix in ("", ".xz"):
-                if found := sorted(folder.glob(pattern + suffix)):
-                    return found[0]
-    raise FileNotFoundError(f"{folder}: no {' or '.join(names)} there, nor with .xz behind the name")
+                if paths := sorted(folder.glob(pattern + suffix)):
+                    return paths[0]
+    raise FileNotFoundError(f"{folder}: no {' or '.join(names)}, plain or as .xz; add it to the folder")
 
 
 def read_text(path: Path) -> str:
@@ -35,10 +35,10 @@ def read_text(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Rows:
-    """A file with one JSON object a line."""
+    """A file with one JSON object per line."""
 
     names: tuple[str, ...]
-    """File names, the first that exists is taken."""
+    """File names; the first that exists is used."""
     columns: Mapping[str, type]
     convert: Callable[[Row], Row] = dict
     """To the columns that the harness expects."""
@@ -48,7 +48,7 @@ class Rows:
             try:
                 row = durable.parse_json(line)
                 if not isinstance(row, dict):
-                    raise ValueError(f"a row is a JSON object, got {type(row).__name__}")
+                    raise ValueError(f"a row must be a JSON object, got {type(row).__name__}")
                 for column, kind in self.columns.items():
                     if column not in row:
                         raise ValueError(f"no column {column!r}, only {', '.join(map(repr, row))}")
@@ -61,7 +61,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Pages:
-    """WikiText as it is distributed: one text, in which every article starts with ` = Title = `."""
+    """WikiText's original format: one text, in which every article starts with ` = Title = `."""
 
     names: tuple[str, ...]
 
@@ -95,7 +95,7 @@ def _arc(row: Row) -> Row:
 
 
 def _hellaswag(row: Row) -> Row:
-    """The file joined both parts of the context as they were; the harness capitalises the second, the fragment after the last sentence."""
+    """The file joins both parts of the context unchanged; the harness capitalises the second, a fragment after the last sentence."""
     query, label = row["query"], _within("gold", row["gold"], row["choices"])
     if fragment := re.search(r"(?<=[.!?] )[a-z][^.!?]*$", query):
         query = query[: fragment.start()] + fragment.group().capitalize()
@@ -104,26 +104,26 @@ def _hellaswag(row: Row) -> Row:
 
 def _winogrande(row: Row) -> Row:
     if "_" not in row["sentence"] or row["answer"] not in ("1", "2"):
-        raise ValueError(f"a sentence needs a blank _ and an answer 1 or 2, got {row['sentence']!r} and {row['answer']!r}")
+        raise ValueError(f"sentence must contain _ and answer must be 1 or 2, got {row['sentence']!r} and {row['answer']!r}")
     return {name: row[name] for name in ("sentence", "option1", "option2", "answer")}
 
 
 def _lambada(row: Row) -> Row:
     if " " not in row["text"].strip():
-        raise ValueError(f"a passage has a context and a last word, got {row['text']!r}")
+        raise ValueError(f"text must have a context and a last word, got {row['text']!r}")
     return {"text": row["text"]}
 
 
 def _squad(row: Row) -> Row:
     if not row["answers"]:
-        raise ValueError("a question needs at least one answer")
+        raise ValueError("answers must not be empty")
     text = f"{row['context']}\nQuestion: {row['question']}\nAnswer:"
     return {"text": text, "value": row["answers"][0], "answers": row["answers"]}
 
 
 def _based(row: Row) -> Row:
     if not row["value"].strip():
-        raise ValueError("column 'value' is empty")
+        raise ValueError("column 'value' must not be empty")
     return {"text": row["text"], "value": row["value"], "answers": [row["value"].strip()]}
 
 
@@ -145,17 +145,17 @@ FILES: dict[str, tuple[Rows | Pages, ...]] = {
         Rows(("squad_subset.jsonl",), {"context": str, "question": str, "answers": list}, _squad),
     ),
 }
-"""Where each task's data may be; where there are several kinds of file, the first that exists is taken."""
+"""Formats of each task's data; the first file that exists is used."""
 
 
 def rows(task: str, folder: Path) -> tuple[list[Row], str]:
-    """(rows of a task, the file they are from)."""
+    """(rows of a task, name of their file)."""
     if not folder.is_dir():
         raise FileNotFoundError(f"--data-dir {folder}: no such folder")
-    kinds = FILES[task]
-    path = find(folder, *(name for kind in kinds for name in kind.names))
-    kind = next(kind for kind in kinds if path.name.removesuffix(".xz") in kind.names)
-    read = list(kind.read(path))
-    if not read:
+    formats = FILES[task]
+    path = find(folder, *(name for form in formats for name in form.names))
+    form = next(form for form in formats if path.name.removesuffix(".xz") in form.names)
+    content = list(form.read(path))
+    if not content:
         raise ValueError(f"{path}: no rows")
-    return read, path.name.removesuffix(".xz")
+    return content, path.name.removesuffix(".xz")

@@ -1,4 +1,4 @@
-"""What can be evaluated, by name."""
+"""Names of tasks and groups of tasks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ COMMONSENSE = ("wikitext", "lambada_openai", "piqa", "hellaswag", "winogrande", 
 RETRIEVAL = ("swde", "squad_completion", "fda")
 LENGTHS = {"1k": 1024, "2k": 2048, "4k": 4096, "8k": 8192}
 NIAH = {f"niah_single_{task}_{name}": (task, length) for task in (1, 2, 3) for name, length in LENGTHS.items()}
-"""(which of S-NIAH, tokens)"""
+"""(number of the S-NIAH task, tokens)"""
 MQAR = {f"mqar_{pairs}": pairs for pairs in (4, 8, 16, 32, 64, 128, 256)}
 GROUPS: dict[str, tuple[str, ...]] = {
     "commonsense": COMMONSENSE,
@@ -19,7 +19,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }
 TASKS = (*COMMONSENSE, *RETRIEVAL, *NIAH, *MQAR)
 RETRIEVAL_LENGTH = 4096
-"""Tokens of a retrieval task's input and answer, as the paper has it."""
+"""Tokens of a retrieval task's input and answer together, as in the paper."""
 
 
 def expand(tasks: str, vocab_size: int) -> tuple[list[str], list[str]]:
@@ -27,13 +27,13 @@ def expand(tasks: str, vocab_size: int) -> tuple[list[str], list[str]]:
 
     Of the whole group mqar, those tasks that the vocabulary has enough keys for.
     """
-    found: dict[str, None] = {}
+    selected: dict[str, None] = {}
     unknown = []
     for name in filter(None, (name.strip() for name in tasks.split(","))):
         if name in GROUPS or name in TASKS:
-            found |= dict.fromkeys(task for task in GROUPS.get(name, (name,)) if name != "mqar" or MQAR[task] <= vocab_size // 2)
+            selected |= dict.fromkeys(task for task in GROUPS.get(name, (name,)) if name != "mqar" or MQAR[task] <= vocab_size // 2)
         else:
             unknown.append(f"unknown task {name!r}{suggest(name, [*GROUPS, *TASKS])}")
-    if not found and not unknown:
+    if not selected and not unknown:
         raise ValueError(f"--tasks names no task; known: {', '.join([*GROUPS, *TASKS])}")
-    return list(found), unknown
+    return list(selected), unknown

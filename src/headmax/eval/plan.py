@@ -1,4 +1,4 @@
-"""In what order requests are answered: contexts read once, packed with others, and common beginnings of contexts read once too."""
+"""Batches of requests: each context, and each common prefix of contexts, is read once, packed with others."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ from headmax.ops.packing import CHUNK
 Tokens = tuple[int, ...]
 
 SHARED = 32
-"""Tokens that contexts must have in common, beside half of their length, to be read as one beginning and several endings."""
+"""Fewest tokens of a common prefix to be read separately; it must also be half of each context."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one forward pass takes, where a single sequence is not more."""
+    """Limits of one forward pass; a single sequence may exceed them."""
 
     tokens: int
     rows: int
     """Sequences."""
     mixed: int
-    """Tokens from which on a pass keeps to sequences of similar length. Off a GPU each takes the room of the longest, up to a chunk."""
+    """Tokens after which a pass only takes sequences of similar length, as on a CPU each is padded to the longest, up to a chunk."""
 
 
 def slots(length: int) -> int:
-    """What a short sequence takes up in a packed row off a GPU, where it is the longest."""
+    """Padded length of a sequence in a packed row on a CPU, if it is the longest."""
     return min(CHUNK, 1 << (length - 1).bit_length())
 
 
 @dataclass
 class Batch:
-    """Contexts that are read together, after their common beginnings if there are any."""
+    """Contexts that are read together, after their common prefixes, if any."""
 
     contexts: list[Tokens] = field(default_factory=list)
     prefixes: list[Tokens] = field(default_factory=list)
     owner: list[int] = field(default_factory=list)
-    """The prefix of each context; empty where there are none."""
+    """Index of each context's prefix; empty without prefixes."""
     tokens: int = 0
 
     @property
     def endings(self) -> list[Tokens]:
-        """What is left of each context after its prefix."""
+        """Each context without its prefix."""
         return [context[len(self.prefixes[n]) :] for context, n in zip(self.contexts, self.owner, strict=True)]
 
 
-def common(a: Tokens, b: Tokens) -> int:
-    """How many tokens two sequences begin with alike."""
+def common_length(a: Tokens, b: Tokens) -> int:
+    """Length of the longest common prefix."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2
@@ -55,33 +55,33 @@ def common(a: Tokens, b: Tokens) -> int:
 
 
 def families(contexts: Sequence[Tokens]) -> list[tuple[Tokens, list[Tokens]]]:
-    """(beginning, contexts) where several contexts share at least SHARED tokens and half of each; a context alone has beginning ()."""
-    made: list[tuple[Tokens, list[Tokens]]] = []
+    """(prefix, contexts) of contexts that share at least SHARED tokens and half of each; a context on its own has prefix ()."""
+    groups: list[tuple[Tokens, list[Tokens]]] = []
     for context in sorted(contexts):
-        if made:
-            prefix, members = made[-1]
-            alike = common(prefix, context[:-1])  # something must be left to read after the beginning
-            if alike >= SHARED and 2 * alike >= len(context):
-                made[-1] = (prefix[:alike], [*members, context])
+        if groups:
+            prefix, members = groups[-1]
+            shared = common_length(prefix, context[:-1])  # at least one token must follow the prefix
+            if shared >= SHARED and 2 * shared >= len(context):
+                groups[-1] = (prefix[:shared], [*members, context])
                 continue
-        made.append((context[:-1], [context]))
-    return [(prefix if len(members) > 1 else (), members) for prefix, members in made]
+        groups.append((context[:-1], [context]))
+    return [(prefix if len(members) > 1 else (), members) for prefix, members in groups]
 
 
 def batches(contexts: Sequence[Tokens], limits: Limits) -> Iterator[Batch]:
-    """Contexts of similar length together, the longest first."""
+    """Batches of contexts of similar length, longest first."""
     groups = sorted(families(contexts), key=lambda group: (bool(group[0]), -max(map(len, group[1]))))
     batch = Batch()
     for prefix, members in groups:
         for context in members:
-            known = prefix in batch.prefixes[-1:]
-            cost = len(context) - known * len(prefix)
+            prefix_read = prefix in batch.prefixes[-1:]
+            cost = len(context) - (len(prefix) if prefix_read else 0)
             full = batch.tokens + cost > limits.tokens or len(batch.contexts) == limits.rows
             shorter = batch.tokens >= limits.mixed and slots(len(context)) < slots(len(batch.contexts[0]))
             if batch.contexts and (full or shorter or bool(prefix) != bool(batch.prefixes)):
                 yield batch
-                batch, known, cost = Batch(), False, len(context)
-            if prefix and not known:
+                batch, prefix_read, cost = Batch(), False, len(context)
+            if prefix and not prefix_read:
                 batch.prefixes.append(prefix)
             if prefix:
                 batch.owner.append(len(batch.prefixes) - 1)
@@ -92,7 +92,7 @@ def batches(contexts: Sequence[Tokens], limits: Limits) -> Iterator[Batch]:
 
 
 def split(lengths: Sequence[int], limits: Limits, padded: bool = False) -> Iterator[range]:
-    """Neighbours to run together, given the longest first; padding counts too if `padded`."""
+    """Ranges of sequences, sorted longest first, to run together; `padded` counts padding too."""
     start, total = 0, 0
     for n, length in enumerate(lengths):
         shorter = total >= limits.mixed and slots(length) < slots(lengths[start])

@@ -1,4 +1,4 @@
-"""What tasks ask of a model, as plain data: token ids, so that scoring needs neither the tasks nor their texts."""
+"""Requests to a model as token ids, so that scoring needs neither tasks nor texts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LINE: dict[str, Any] = {
     "max_new_tokens": int,
     "cut": int,
 }
-"""The fields of a line and their types."""
+"""Fields of a line and their types."""
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,16 @@ class Request:
     context: tuple[int, ...]
     """Tokens to read, at least one."""
     targets: tuple[int, ...] = ()
-    """loglikelihood: the tokens after the context. recall: what should follow each of the context's last tokens."""
+    """loglikelihood: the tokens after the context. recall: the token that should follow each of the context's last tokens."""
     until: tuple[str, ...] = ()
-    """generate: strings that end the text."""
+    """generate: stop strings."""
     max_new_tokens: int = 0
     cut: int = 0
-    """Tokens that a length limit took from the start of the context."""
+    """Tokens truncated from the start of the context."""
 
     @functools.cached_property
     def id(self) -> str:
-        """Made of the content, so that a score belongs to what was asked and to nothing else."""
+        """A hash of the content, which ties a score to exactly this request."""
         content = json.dumps([self.kind, self.context, self.targets, self.until, self.max_new_tokens])
         return hashlib.sha256(content.encode()).hexdigest()[:24]
 
@@ -50,12 +50,12 @@ class Request:
         lists = {name: tuple(line[name]) for name in ("context", "targets", "until")}
         request = cls(line["kind"], **lists, max_new_tokens=line["max_new_tokens"], cut=line["cut"])
         if request.id != line["id"]:
-            raise ValueError(f"request {line['id']} is not what it was when it was written")
+            raise ValueError(f"request {line['id']} does not match its id; make the requests again")
         return request
 
 
 def write(path: Path, tasks: Mapping[str, Sequence[Request]]) -> None:
-    """All requests of all tasks, one JSON line each; the file is there when it is whole."""
+    """Writes the requests of all tasks atomically, one JSON line each."""
     with durable.replacing(path) as file:
         for task, requests in tasks.items():
             for request in requests:
@@ -63,9 +63,9 @@ def write(path: Path, tasks: Mapping[str, Sequence[Request]]) -> None:
 
 
 def read(path: Path) -> dict[str, list[Request]]:
-    """Task by task, what `write` wrote."""
+    """Requests by task."""
     tasks: dict[str, list[Request]] = {}
-    known: dict[tuple[int, ...], tuple[int, ...]] = {}
+    contexts: dict[tuple[int, ...], tuple[int, ...]] = {}
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; make it with --stage requests")
     with path.open("rb") as file:
@@ -73,7 +73,7 @@ def read(path: Path) -> dict[str, list[Request]]:
             try:
                 row = durable.parse_json(line)
                 request = Request.from_json(row)
-                context = known.setdefault(request.context, request.context)  # one context of many requests is kept once
+                context = contexts.setdefault(request.context, request.context)  # requests share equal contexts in memory
                 tasks.setdefault(row["task"], []).append(replace(request, context=context))
             except ValueError as error:
                 raise ValueError(f"{path}:{number}: not a request: {error}") from error
@@ -81,6 +81,6 @@ def read(path: Path) -> dict[str, list[Request]]:
 
 
 def cut(requests: Iterable[Request]) -> dict[str, int]:
-    """How many requests a length limit shortened, and by how many tokens in all."""
-    lost = [request.cut for request in requests if request.cut]
-    return {"requests": len(lost), "tokens": sum(lost)}
+    """Number of truncated requests, and of tokens truncated in total."""
+    truncated = [request.cut for request in requests if request.cut]
+    return {"requests": len(truncated), "tokens": sum(truncated)}

@@ -1,4 +1,4 @@
-"""The stages on the harness's side: requests before, metrics after. A task that fails is named, and the others go on."""
+"""Stages that need the harness: requests and metrics. A task that fails is reported, and the others continue."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from headmax.recipes import names as recipe_names
 from headmax.records import Record, Recorder
 
 BOOTSTRAP = 1000
-"""Draws for the standard errors that the harness bootstraps: those of perplexities."""
+"""Resamples for the standard errors of perplexities, which the harness bootstraps."""
 NEEDLE_SAMPLES = 500
 RECALL_SAMPLES = 256
 UNITS = {"acc": "fraction", "acc_norm": "fraction", "contains": "fraction", "answer_logprob": "nats", "bits_per_byte": "bits"}
@@ -36,18 +36,18 @@ UNITS = {"acc": "fraction", "acc_norm": "fraction", "contains": "fraction", "ans
 
 @dataclass(frozen=True)
 class Settings:
-    """What is asked, the same for the stages that make requests and metrics."""
+    """Settings of tasks, the same for the stages requests and metrics."""
 
     data_dir: Path | None = None
-    """Files; the hub without."""
+    """Folder of local files; the hub if None."""
     limit: int | None = None
-    """The first so many documents of each task."""
+    """Use only the first documents of each task."""
     max_length: int | None = None
-    """Most tokens that a model reads at a time; none, but for retrieval tasks, which are cut to 4K tokens."""
+    """Most tokens that a model reads at a time; unlimited if None, except for retrieval tasks with 4K tokens."""
     seed: int = 42
-    """Of needles and recall sequences."""
+    """For needles and recall sequences."""
     haystack: str | None = None
-    """The text that needles are hidden in: a file, "generated", or None for RULER's essays from the hub."""
+    """Text to hide needles in: a file, "generated", or None for RULER's essays from the hub."""
 
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
@@ -72,7 +72,7 @@ class Metric:
 
 @dataclass
 class Evaluation:
-    """Tasks for one checkpoint. `failures` collects one line for each that could not be done."""
+    """Tasks for one checkpoint. `failures` has a line for each task that failed."""
 
     config: HeadmaxConfig
     tokenizer: PreTrainedTokenizerBase | None
@@ -81,36 +81,36 @@ class Evaluation:
     _built: dict[str, tuple[Any, str]] = field(default_factory=dict)
 
     def requests(self, tasks: Sequence[str], say: Callable[[str], object]) -> dict[str, list[Request]]:
-        """Stage 1: what each task asks."""
-        made = {}
+        """Stage 1: the requests of each task."""
+        by_task = {}
         for task in tasks:
-            with self._guard(task):
+            with self._report_failure(task):
                 say(f"requests: {task}")
-                made[task] = self._recall(task)[0] if task in names.MQAR else self._asked(task)
-        return made
+                by_task[task] = self._recall(task)[0] if task in names.MQAR else self._harness_requests(task)
+        return by_task
 
     def metrics(self, tasks: Sequence[str], scores: Mapping[str, Score], say: Callable[[str], object]) -> dict[str, list[Metric]]:
-        """Stage 3: metrics of each task, from scores."""
-        made = {}
+        """Stage 3: the metrics of each task, from scores."""
+        by_task = {}
         for task in tasks:
-            with self._guard(task):
+            with self._report_failure(task):
                 say(f"metrics: {task}")
-                made[task] = self._recalled(task, scores) if task in names.MQAR else self._evaluated(task, scores)
-        return made
+                by_task[task] = self._recall_metrics(task, scores) if task in names.MQAR else self._harness_metrics(task, scores)
+        return by_task
 
     @contextlib.contextmanager
-    def _guard(self, task: str) -> Iterator[None]:
+    def _report_failure(self, task: str) -> Iterator[None]:
         try:
             yield
         except (ValueError, OSError) as error:
             self.failures.append(f"task {task}: {error}")
         except ImportError as missing:
             self.failures.append(f"task {task}: needs {missing.name}: pip install '.[eval]' in a checkout of headmax")
-        except Exception as error:  # from inside the harness, where one task's trouble must not cost the others
+        except Exception as error:  # anything inside the harness; other tasks must not fail with this one
             self.failures.append(f"task {task}: {type(error).__name__}: {' '.join(str(error).split())}")
 
     def _task(self, name: str) -> tuple[Any, str]:
-        """(the harness's task, where its data are from)"""
+        """(the harness's task, source of its data)"""
         from headmax.eval import tasks
 
         if name not in self._built:
@@ -118,24 +118,24 @@ class Evaluation:
                 if name in names.NIAH:
                     number = min(NEEDLE_SAMPLES, self.settings.limit or NEEDLE_SAMPLES)
                     count = self._lm(name, _refuse).tok_encode
-                    made = tasks.build_needles(name, self.settings.haystack, number, lambda text: len(count(text)), self.settings.seed)
+                    built = tasks.build_needles(name, self.settings.haystack, number, lambda text: len(count(text)), self.settings.seed)
                 else:
-                    made = tasks.build(name, self.settings.data_dir)
-            self._built[name] = made
+                    built = tasks.build(name, self.settings.data_dir)
+            self._built[name] = built
         return self._built[name]
 
     def _lm(self, task: str, answer: Any) -> Any:
         from headmax.eval.harness import TokenLM
 
         if self.tokenizer is None:
-            raise ValueError("texts need a tokenizer: put one beside the model or name it with --tokenizer")
+            raise ValueError("tasks with texts need a tokenizer: add one to the model's folder, or give --tokenizer")
         return TokenLM(self.tokenizer, answer, self.settings.length(task))
 
-    def _asked(self, name: str) -> list[Request]:
-        made: list[Request] = []
+    def _harness_requests(self, name: str) -> list[Request]:
+        recorded: list[Request] = []
 
-        def record(asked: Sequence[Request]) -> Mapping[str, Score]:
-            made.extend(asked)
+        def record(requests: Sequence[Request]) -> Mapping[str, Score]:
+            recorded.extend(requests)
             return defaultdict(lambda: Score("", 0.0, 0, ""))
 
         lm = self._lm(name, record)
@@ -144,40 +144,38 @@ class Evaluation:
             task.build_all_requests(limit=self.settings.limit, rank=0, world_size=1)
             for kind in sorted({instance.request_type for instance in task.instances}):
                 getattr(lm, kind)([instance for instance in task.instances if instance.request_type == kind])
-        return made
+        return recorded
 
     def instances(self, name: str) -> list[Any]:
-        """What the harness's task made of its documents, once there are requests."""
+        """The harness's instances of a task, after `requests`."""
         return self._task(name)[0].instances
 
-    def _evaluated(self, name: str, scores: Mapping[str, Score]) -> list[Metric]:
+    def _harness_metrics(self, name: str, scores: Mapping[str, Score]) -> list[Metric]:
         from lm_eval.evaluator import evaluate
 
-        def look_up(asked: Sequence[Request]) -> Mapping[str, Score]:
-            if missing := [request for request in asked if request.id not in scores]:
-                hint = "score them first, with the same --data-dir, --limit, --max-length and tokenizer"
-                raise ValueError(f"{len(missing)} of {len(asked)} requests have no score; {hint}")
+        def look_up(requests: Sequence[Request]) -> Mapping[str, Score]:
+            _check_scored(requests, scores, "--data-dir, --limit, --max-length and tokenizer")
             return scores
 
         task, _ = self._task(name)
         with harness():
-            found = evaluate(
+            evaluation = evaluate(
                 self._lm(name, look_up),
                 {"tasks": {name: task}, "groups": {}, "group_map": {}},
                 limit=self.settings.limit,
                 bootstrap_iters=BOOTSTRAP,
                 log_samples=False,
             )
-        results = found["results"][name]
+        results = evaluation["results"][name]
         metrics = []
         for key, value in results.items():
             metric, _, kind = key.partition(",")
             if kind and not metric.endswith("_stderr"):
-                error, n = results.get(f"{metric}_stderr,{kind}"), found["n-samples"][name]["effective"]
-                if metric == "contains" and n > 1:  # a mean of zeros and ones, of which the harness does not know that
+                error, n = results.get(f"{metric}_stderr,{kind}"), evaluation["n-samples"][name]["effective"]
+                if metric == "contains" and n > 1:  # the mean of zeros and ones, which the harness does not know
                     error = math.sqrt(value * (1 - value) / (n - 1))
                 if not math.isfinite(value):
-                    raise ValueError(f"{metric} is {value}: the scores are beyond what it can be computed from")
+                    raise ValueError(f"{metric} is {value}: it cannot be computed from these scores")
                 metrics.append(Metric(metric, float(value), error if isinstance(error, float) and math.isfinite(error) else None, n))
         return metrics
 
@@ -188,21 +186,20 @@ class Evaluation:
         rows = zip(batch.input_ids[:, : 3 * n].tolist(), batch.labels[:, 2 * n + 1 :].tolist(), strict=True)
         return [Request("recall", tuple(tokens), tuple(answers)) for tokens, answers in rows], task
 
-    def _recalled(self, name: str, scores: Mapping[str, Score]) -> list[Metric]:
-        asked, task = self._recall(name)
-        if missing := [request for request in asked if request.id not in scores]:
-            raise ValueError(f"{len(missing)} of {len(asked)} requests have no score; score them first, with the same --limit and --seed")
-        shares = torch.tensor([scores[r.id].hits / task.num_pairs for r in asked], dtype=torch.float64)  # type: ignore[operator]
-        error = float(shares.std() / len(shares) ** 0.5) if len(shares) > 1 else None
-        return [Metric("acc", float(shares.mean()), error, len(asked))]
+    def _recall_metrics(self, name: str, scores: Mapping[str, Score]) -> list[Metric]:
+        requests, task = self._recall(name)
+        _check_scored(requests, scores, "--limit and --seed")
+        accuracies = torch.tensor([scores[r.id].hits / task.num_pairs for r in requests], dtype=torch.float64)  # type: ignore[operator]
+        error = float(accuracies.std() / len(accuracies) ** 0.5) if len(accuracies) > 1 else None
+        return [Metric("acc", float(accuracies.mean()), error, len(requests))]
 
     def records(
         self, metrics: Mapping[str, Sequence[Metric]], asked: Mapping[str, Sequence[Request]], source: Source, model: str
     ) -> list[Record]:
         make = Recorder("eval", "cpu")
-        make.device, make.commit = source.device, source.commit  # where and by what the scores were made
-        made = []
-        for task, found in metrics.items():
+        make.device, make.commit = source.device, source.commit  # of the scores, not of this process
+        results = []
+        for task, measured in metrics.items():
             about: dict[str, Any] = {"model": model, "checkpoint": source.checkpoint, "dtype": source.dtype}
             about |= {"limit": self.settings.limit, "max_length": self.settings.length(task), "cut": requests.cut(asked[task])}
             if task in names.MQAR:
@@ -210,16 +207,16 @@ class Evaluation:
                 about |= {"pairs": recall.num_pairs, "state_bytes": source.state_bytes, "chance": recall.chance}
             else:
                 about["data"] = self._task(task)[1]
-            for metric in found:
+            for metric in measured:
                 unit = UNITS.get(metric.name, "perplexity")
                 seed = self.settings.seed if task in (*names.NIAH, *names.MQAR) else None
                 extra = about | {"stderr": metric.stderr, "n": metric.n}
-                made.append(make(task, "headmax", metric.name, metric.value, unit, seed, **extra))
-        return made
+                results.append(make(task, "headmax", metric.name, metric.value, unit, seed, **extra))
+        return results
 
 
 def model_name(config: HeadmaxConfig, fallback: str) -> str:
-    """The recipe that a model is of, or another name."""
+    """The recipe with this model, or `fallback`."""
     fields = ("mixer", "hidden_size", "num_hidden_layers", "num_heads", "vocab_size", "head_gate", "head_k_dim", "head_v_dim")
     for name in recipe_names():
         recipe = get_recipe(name).model
@@ -230,7 +227,7 @@ def model_name(config: HeadmaxConfig, fallback: str) -> str:
 
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
-    """Without the harness's progress bars and notes."""
+    """Suppresses the harness's progress bars and messages."""
     loggers = {logging.getLogger(name): logging.getLogger(name).level for name in ("lm_eval", "datasets", "evaluate")}
     for logger in loggers:
         logger.setLevel(logging.ERROR)
@@ -244,9 +241,9 @@ def silence() -> Iterator[None]:
 
 @contextlib.contextmanager
 def harness() -> Iterator[None]:
-    """The harness in silence, without forks of this process to bootstrap, and with each template compiled once.
+    """Silences the harness, keeps it from forking this process to bootstrap, and caches its compiled templates.
 
-    It compiles a task's template anew for every document otherwise, which is most of the time that requests and metrics take.
+    Otherwise it compiles a task's template for every document, which takes most of the time of requests and metrics.
     """
     from lm_eval.utils import env
 
@@ -255,5 +252,10 @@ def harness() -> Iterator[None]:
         yield
 
 
-def _refuse(asked: Sequence[Request]) -> Mapping[str, Score]:
-    raise TypeError("this one only counts tokens")
+def _check_scored(requests: Sequence[Request], scores: Mapping[str, Score], options: str) -> None:
+    if missing := [request for request in requests if request.id not in scores]:
+        raise ValueError(f"{len(missing)} of {len(requests)} requests have no score; score them first, with the same {options}")
+
+
+def _refuse(requests: Sequence[Request]) -> Mapping[str, Score]:
+    raise TypeError("this TokenLM only counts tokens")

@@ -1,4 +1,4 @@
-"""What a model answered: a file that grows batch by batch and is continued after an interruption."""
+"""Scores of requests, in a file that grows batch by batch and can be resumed."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ FORMAT = "headmax scores 1"
 @dataclass(frozen=True)
 class Score:
     id: str
-    """Of the request."""
+    """The request's."""
     logprob: float | None = None
-    """Of all targets together, in nats."""
+    """Sum over all targets, in nats."""
     hits: int | None = None
-    """Targets that the model found likeliest."""
+    """Targets that were the model's most likely token."""
     text: str | None = None
     tokens: list[int] | None = None
     """Generated."""
@@ -30,26 +30,26 @@ class Score:
 
 @dataclass(frozen=True)
 class Source:
-    """Who answered; scores of two sources never share a file."""
+    """Origin of scores; a file has scores of one origin."""
 
     checkpoint: str
-    """The fingerprint of the model, its weights and their dtype."""
+    """Fingerprint of the model, its weights and their dtype."""
     dtype: str
     device: str
     commit: str
     state_bytes: int
-    """What one sequence leaves behind: per sequence, or per token where there is attention."""
+    """Bytes of state per sequence, or per token with attention layers."""
 
 
 class ScoreFile:
-    """Scores of one model by request. The first line says which; a line that an interruption tore is dropped."""
+    """Scores of one model by request. The first line is the `Source`; an incomplete last line is dropped."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.source: Source | None = None
         self.scores: dict[str, Score] = {}
-        self.whole = 0
-        """Bytes of the file that are whole lines."""
+        self.complete_bytes = 0
+        """Bytes in complete lines."""
         if not path.is_file():
             return
         with path.open("rb") as file:
@@ -57,12 +57,12 @@ class ScoreFile:
                 if not line.endswith(b"\n"):
                     break
                 try:
-                    self._take(durable.parse_json(line))
+                    self._add_row(durable.parse_json(line))
                 except ValueError as error:
                     raise ValueError(f"{path}:{number}: not a score: {error}") from error
-                self.whole += len(line)
+                self.complete_bytes += len(line)
 
-    def _take(self, row: Any) -> None:
+    def _add_row(self, row: Any) -> None:
         if self.source is not None:
             score = fields.build(Score, row)
             if score.logprob is not None and not math.isfinite(score.logprob):
@@ -71,23 +71,23 @@ class ScoreFile:
         elif isinstance(row, dict) and row.pop("format", None) == FORMAT:
             self.source = fields.build(Source, row)
         else:
-            raise ValueError("the first line must say whose scores these are")
+            raise ValueError("the first line must name the source of the scores")
 
     def begin(self, source: Source) -> None:
-        """Continues the file if it is of the same checkpoint, or starts it."""
+        """Starts the file, or resumes it if it has the same checkpoint."""
         if self.source is not None and self.source.checkpoint != source.checkpoint:
             raise ValueError(
-                f"{self.path}: scores of another checkpoint ({self.source.checkpoint}), or of the same in another dtype; "
-                f"this one is {source.checkpoint}: remove the file or name another folder with --work"
+                f"{self.path}: scores of another checkpoint or dtype ({self.source.checkpoint}); "
+                f"this one is {source.checkpoint}: remove the file, or give another folder with --work"
             )
         if self.path.is_file():
-            os.truncate(self.path, self.whole)
+            os.truncate(self.path, self.complete_bytes)
         if self.source is None:
             self.source = source
             self._append([{"format": FORMAT} | asdict(source)])
 
     def add(self, scores: Iterable[Score]) -> None:
-        """On disk when this returns."""
+        """Appends scores and waits until they are on disk."""
         scores = list(scores)
         self._append([{name: value for name, value in asdict(score).items() if value is not None} for score in scores])
         self.scores |= {score.id: score for score in scores}

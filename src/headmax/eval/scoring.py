@@ -1,4 +1,4 @@
-"""Answers to requests, with torch alone. A context is read once and its state forked; sequences are packed, not padded."""
+"""Scores requests, with torch alone. A context is read once and its state forked; sequences are packed, not padded."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from headmax.ops import Packing
 from headmax.records import current_commit, describe_device
 
 LOGIT_ROWS = 1024
-"""Positions whose logits exist at a time."""
+"""Positions whose logits are in memory at a time."""
 STATE_BYTES = 2**30
-"""Memory for states of sequences on a CPU; an eighth of what is free on a GPU."""
+"""Memory for states of sequences on a CPU; on a GPU it is an eighth of the free memory."""
 MAX_ROWS = 1024
 """Sequences at a time, at most."""
 SHORT = 8
-"""Tokens of a context below which reading it again costs less than keeping its state."""
+"""Tokens of a context below which reading it again is cheaper than keeping its state."""
 
 
 class Scorer:
-    """Answers requests in batches of at most `batch_tokens`, unless a single sequence has more: that one is read in pieces.
+    """Scores requests in batches of at most `batch_tokens`; a longer sequence is read in pieces.
 
-    Models with attention layers have no states to fork: there every request is read as a whole, padded on the right.
+    Models with attention layers have no states to fork: they read every request from its beginning, padded on the right.
     """
 
     def __init__(
         self, model: HeadmaxForCausalLM, tokenizer: PreTrainedTokenizerBase | None = None, batch_tokens: int | None = None
     ) -> None:
-        """`batch_tokens`: 65,536 on a GPU and 16,384 on a CPU unless given."""
+        """`batch_tokens`: unless given, 65,536 on a GPU and 16,384 on a CPU."""
         if batch_tokens is not None and batch_tokens < 1:
             raise ValueError(f"batch_tokens must be at least 1, got {batch_tokens}")
         self.model, self.tokenizer, self.origin = model.eval(), tokenizer, Fingerprint(model)
@@ -73,7 +73,7 @@ class Scorer:
             shared = self.forks and len(asked) > 1 and len(context) >= SHORT
             for request in asked:
                 if (largest := max(chain(context, request.targets))) >= known:
-                    raise ValueError(f"token {largest} is not in the model's vocabulary of {known}: the requests are of another tokenizer")
+                    raise ValueError(f"token {largest} exceeds the model's vocabulary of {known}: make the requests with its tokenizer")
                 if request.kind == "generate" and not self.forks:
                     texts.append(request)
                 elif request.kind == "generate" or (shared and request.kind == "loglikelihood"):
@@ -85,11 +85,11 @@ class Scorer:
         yield from self._forked(forked)
 
     def answers(self, requests: Iterable[Request]) -> dict[str, Score]:
-        """All at once, by the requests' ids."""
+        """The scores of all requests, by id."""
         return {score.id: score for scores in self(requests) for score in scores}
 
     def _alone(self, requests: list[Request]) -> Iterator[list[Score]]:
-        """Whole sequences, each with one request."""
+        """Requests that do not share their contexts."""
         rows = sorted(((_inputs(request), request) for request in requests), key=lambda row: -len(row[0]))
         for group in split([len(tokens) for tokens, _ in rows], self.limits, padded=not self.forks):
             inputs, asked = [rows[n][0] for n in group], [rows[n][1] for n in group]
@@ -99,7 +99,7 @@ class Scorer:
     def _predict(
         self, rows: Sequence[tuple[int, ...]], targets: Sequence[tuple[int, ...]], cache: HeadmaxCache | None = None
     ) -> tuple[Tensor, Tensor]:
-        """What `_targets` says of all targets, one after the other: each row's are what follows its last tokens."""
+        """`_targets` of all rows, concatenated; a row's targets follow its last tokens."""
         if len(rows) == 1 and len(rows[0]) > self.limits.tokens:
             return self._long(rows[0], targets[0], cache)
         if self.forks:
@@ -113,21 +113,21 @@ class Scorer:
         return self._targets(hidden[list(positions)], list(chain.from_iterable(targets)))
 
     def _long(self, row: tuple[int, ...], targets: tuple[int, ...], cache: HeadmaxCache | None) -> tuple[Tensor, Tensor]:
-        """One row in pieces that hand on the state."""
+        """`_predict` of one long row, read in pieces."""
         cache = cache or HeadmaxCache(self.model.config.num_hidden_layers)
-        first, found = len(row) - len(targets), []
+        first, parts = len(row) - len(targets), []
         for start in range(0, len(row), self.limits.tokens):
             piece = torch.tensor([row[start : start + self.limits.tokens]], device=self.model.device)
             hidden = self.model.model(piece, past_key_values=cache, use_cache=True).last_hidden_state[0]
             skipped = max(0, first - start)
             if skipped < len(hidden):
                 end = start + len(hidden)
-                found.append(self._targets(hidden[skipped:], targets[start + skipped - first : end - first]))
-        logprobs, hits = zip(*found, strict=True)
+                parts.append(self._targets(hidden[skipped:], targets[start + skipped - first : end - first]))
+        logprobs, hits = zip(*parts, strict=True)
         return torch.cat(logprobs), torch.cat(hits)
 
     def _forked(self, by_context: dict[tuple[int, ...], list[Request]]) -> Iterator[list[Score]]:
-        """Contexts that are read, and continued by each of their requests from the state."""
+        """Requests that continue from the state of a shared context."""
         waiting: list[tuple[Request, PrefixState | None]] = []
         for batch in batches(list(by_context), self.limits):
             last, cache = self._read(batch)
@@ -141,7 +141,7 @@ class Scorer:
         yield from self._texts(waiting)
 
     def _read(self, batch: Batch) -> tuple[Tensor, HeadmaxCache]:
-        """The last hidden state [contexts, hidden] and the states after each context."""
+        """The last hidden state [contexts, hidden], and the recurrent states, after each context."""
         if not batch.prefixes:
             return self._states(batch.contexts, None)
         _, cache = self._states(batch.prefixes, None)
@@ -149,20 +149,20 @@ class Scorer:
 
     def _states(self, rows: Sequence[Sequence[int]], cache: HeadmaxCache | None) -> tuple[Tensor, HeadmaxCache]:
         longest = self.limits.tokens if len(rows) == 1 else max(map(len, rows))
-        for start in range(0, max(map(len, rows)), longest):  # one long row goes in pieces
+        for start in range(0, max(map(len, rows)), longest):  # a single long row is read in pieces
             pieces = [row[start : start + longest] for row in rows]
             output = self._packed(pieces, cache, keep=True)
             cache = output.past_key_values
         return output.last_hidden_state[0, [end - 1 for end in _ends(pieces)]], cache  # type: ignore[return-value]
 
     def _packed(self, rows: Sequence[Sequence[int]], cache: HeadmaxCache | None = None, keep: bool = False):  # type: ignore[no-untyped-def]
-        """The model's output for rows laid end to end, each going on from its state in `cache`."""
+        """The model's output for packed rows, each continuing from its state in `cache`."""
         tokens = torch.tensor([list(chain.from_iterable(rows))], device=self.model.device)
         packing = Packing([0, *_ends(rows)], self.model.device)
         return self.model.model(tokens, cu_seqlens=packing, past_key_values=cache, use_cache=keep)
 
     def _continuations(self, last: Tensor, cache: HeadmaxCache, asked: list[tuple[int, Request]]) -> list[Score]:
-        """Scores of targets after contexts: the first target from the context's last hidden state, the others from the forked state."""
+        """Scores of targets after contexts: the first from the context's last hidden state, the others from the forked state."""
         first = self._targets(last[[n for n, _ in asked]], [request.targets[0] for _, request in asked])
         longer = [k for k, (_, request) in enumerate(asked) if len(request.targets) > 1]
         longer.sort(key=lambda k: -len(asked[k][1].targets))
@@ -173,14 +173,14 @@ class Scorer:
             targets = [asked[k][1].targets for k in members]
             parts.append(self._predict([tokens[:-1] for tokens in targets], [tokens[1:] for tokens in targets], forked))
             owner += [k for k in members for _ in asked[k][1].targets[1:]]
-        logprobs, hits = (torch.cat(found) for found in zip(*parts, strict=True))
+        logprobs, hits = (torch.cat(column) for column in zip(*parts, strict=True))
         return _sums([request for _, request in asked], logprobs, hits, owner)
 
     def _targets(self, hidden: Tensor, targets: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Log-probability of each target [n] after hidden states [n, hidden], and whether no token was likelier."""
-        wanted = torch.tensor(targets, device=hidden.device)
+        """For targets [n] after hidden states [n, hidden]: log-probabilities, and whether each was the most likely token."""
+        target_ids = torch.tensor(targets, device=hidden.device)
         logprobs, hits = [], []
-        for h, target in zip(hidden.split(LOGIT_ROWS), wanted.split(LOGIT_ROWS), strict=True):
+        for h, target in zip(hidden.split(LOGIT_ROWS), target_ids.split(LOGIT_ROWS), strict=True):
             logits = self.model.lm_head(h)
             hits.append(logits.argmax(-1) == target)
             logprobs.append(
@@ -206,36 +206,39 @@ class Scorer:
                 for request, prefix in members
             ]
             longest = max(len(request.context) + request.max_new_tokens for request, _ in members)
-            made = self._engine(rows, longest).generate(texts)
-            yield [self._text(request, completion.tokens) for (request, _), completion in zip(members, made, strict=True)]
+            completions = self._engine(rows, longest).generate(texts)
+            yield [self._text(request, completion.tokens) for (request, _), completion in zip(members, completions, strict=True)]
 
     def _text(self, request: Request, tokens: list[int]) -> Score:
-        """Decoded at once, not as it came: where bytes are no text the two differ."""
+        """Decodes the text as a whole: token by token, invalid UTF-8 would decode differently."""
         assert self.tokenizer is not None
         text = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
         return Score(request.id, text=min((text.partition(stop)[0] for stop in request.until), key=len, default=text), tokens=tokens)
 
     @property
     def end_tokens(self) -> list[int]:
-        """That end a text, as the harness has it: the tokenizer's and the model's own."""
-        own = self.model.config.eos_token_id
-        ends = {None if self.tokenizer is None else self.tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])}
+        """End-of-text tokens of the tokenizer and the model, as in the harness."""
+        model_ends = self.model.config.eos_token_id
+        ends = {
+            None if self.tokenizer is None else self.tokenizer.eos_token_id,
+            *(model_ends if isinstance(model_ends, list) else [model_ends]),
+        }
         return sorted(token for token in ends if token is not None and token < self.model.config.vocab_size)
 
     def _engine(self, rows: int, length: int) -> Engine:
-        """One for all texts of a recurrent model; attention needs memory for the longest text of each batch."""
+        """A single engine for recurrent models; with attention, one per batch, with memory for its longest text."""
         if self.tokenizer is None:
-            raise ValueError("texts are generated with a tokenizer: put one beside the model or name it with --tokenizer")
+            raise ValueError("generating text needs a tokenizer: add one to the model's folder, or give --tokenizer")
         if self.engine is None or not self.forks:
             dtype = torch.promote_types(self.model.dtype, torch.float32)
             limit = None if self.forks else length
             self.engine = Engine(self.model, max_batch=rows, state_dtype=dtype, max_length=limit, tokenizer=self.tokenizer)
-            self.engine.origin = self.origin  # the weights are read once
+            self.engine.origin = self.origin  # computed once, from all weights
         return self.engine
 
 
 def _inputs(request: Request) -> tuple[int, ...]:
-    """What the model reads to predict the targets: all but the last of them, unless they are no part of the text."""
+    """Tokens to read to predict the targets: for loglikelihood, the context and all targets but the last."""
     return request.context if request.kind == "recall" else request.context + request.targets[:-1]
 
 

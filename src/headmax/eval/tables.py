@@ -1,4 +1,4 @@
-"""The paper's three tables, its figures beside ours. A cell that was not run is empty."""
+"""The paper's three tables, with its results and ours. Cells without a result are empty."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from headmax.records import Record
 from headmax.tables import Table
 
 PAPER: dict[str, Any] = json.loads(Path(__file__).with_name("paper.json").read_text())
-ERRORS = 1.96
+Z = 1.96
 """Standard errors within which a score counts as chance."""
-LEGEND = f"† within {ERRORS} standard errors of chance, or below. Δ: difference to the backbone without gates, from the same seed."
-ONE, SEVERAL = "± one standard error.", "± standard deviation over seeds, or one standard error where there is one seed."
+LEGEND = f"† within {Z} standard errors of chance, or below. Δ: difference to the backbone without gates, with the same seed."
+ONE_SEED, SEVERAL_SEEDS = "± one standard error.", "± standard deviation over seeds, or one standard error for a single seed."
 SUBSETS = {"squad_subset.jsonl": "a subset of SQuAD, not the paper's selection"}
 LARGE = 1e4
-"""From where on a number is shown by its order."""
+"""Numbers from here on are shown in scientific notation."""
 Cells = Sequence[float | None]
-Found = dict[int | None, Record]
-"""Records of models that differ in the seed of their training alone."""
+BySeed = dict[int | None, Record]
+"""Records of models that differ only in their training seed."""
 
 
 def render(files: Sequence[Path], scale: str, form: Literal["markdown", "latex"], controls: Mapping[str, str] | None = None) -> str:
-    """All three tables."""
+    """The three tables as text."""
     return "\n".join(grid.markdown() if form == "markdown" else grid.latex() for grid in grids(files, scale, controls or {}))
 
 
 def grids(files: Sequence[Path], scale: str, controls: Mapping[str, str]) -> list[Table]:
-    """The three tables; of several records for one model and cell the last counts.
+    """The three tables; if a cell has several records with one seed, the last counts.
 
-    `controls`: titles of further models with gates, by what stands before the backbone in a model's name.
+    `controls`: titles of further models with gates, by the prefix of the backbone in the model's name.
     """
-    ours: dict[tuple[str, str, str], Found] = defaultdict(dict)
+    ours: dict[tuple[str, str, str], BySeed] = defaultdict(dict)
     for file in files:
         if not file.is_file():
             raise FileNotFoundError(f"{file}: no such file")
@@ -46,23 +46,30 @@ def grids(files: Sequence[Path], scale: str, controls: Mapping[str, str]) -> lis
     return [_grid(table, ours, scale, controls) for table in PAPER["tables"]]
 
 
-def _grid(table: dict[str, Any], ours: Mapping[tuple[str, str, str], Found], scale: str, controls: Mapping[str, str]) -> Table:
+def _grid(table: dict[str, Any], ours: Mapping[tuple[str, str, str], BySeed], scale: str, controls: Mapping[str, str]) -> Table:
     columns, digits = table["columns"], table["digits"]
     arrows = {"lower": "↓", "higher": "↑"}
-    header = ["Model", "", *(f"{column['title']} {arrows[column['better']]}" for column in columns)] + ["Avg. ↑"] * table["average"]
+    header = ["Model", "", *(f"{column['title']} {arrows[column['better']]}" for column in columns)]
     chance: list[float | None] = [column["chance"] for column in columns]
+    if table["average"]:
+        header.append("Avg. ↑")
+        chance.append(_average(table, chance))
     grid = Table(header, align="ll" + "r" * (len(header) - 2), title=table["title"])
-    grid.rows.append(["chance", "", *_plain(chance + [_average(table, chance)] * table["average"], digits)])
+    grid.rows.append(["chance", "", *_plain(chance, digits)])
     notes: dict[str, None] = {}
 
+    def values(cells: Sequence[BySeed]) -> list[dict[int | None, float]]:
+        return [*map(_values, cells), *([_averages(table, cells)] if table["average"] else [])]
+
     def add(title: str, model: str, backbone: str) -> None:
-        """What we found, and by how much it differs from the backbone."""
-        found, base = ([ours.get((f"{name}-{scale}", c["task"], c["metric"]), {}) for c in columns] for name in (model, backbone))
-        cells = [_ours(one, column, digits, notes) for one, column in zip(found, columns, strict=True)]
-        grid.rows.append([title, f"ours, {scale}", *cells, *([spread(_averages(table, found), digits)] * table["average"])])
+        """Our results, and their differences to the backbone."""
+        cells, base = ([ours.get((f"{name}-{scale}", c["task"], c["metric"]), {}) for c in columns] for name in (model, backbone))
+        row = [_ours(cell, column, digits, notes) for cell, column in zip(cells, columns, strict=True)]
+        if table["average"]:
+            row.append(spread(_averages(table, cells), digits))
+        grid.rows.append([title, f"ours, {scale}", *row])
         if model != backbone:
-            values, others = ([*map(_values, part), *[_averages(table, part)] * table["average"]] for part in (found, base))
-            pairs = zip(values, others, strict=True)
+            pairs = zip(values(cells), values(base), strict=True)
             grid.rows.append(["", "ours Δ", *(spread({s: a[s] - b[s] for s in a if s in b}, digits, "+") for a, b in pairs)])
 
     for row, title in PAPER["models"].items():
@@ -72,29 +79,29 @@ def _grid(table: dict[str, Any], ours: Mapping[tuple[str, str, str], Found], sca
         if row != backbone:
             grid.rows.append(["", "paper Δ", *(_signed(a - b, digits) for a, b in zip(paper, base, strict=True))])
         add("", row, backbone)
-        for control, words in controls.items():
+        for control, label in controls.items():
             if row != backbone and any(model == f"{control}-{backbone}-{scale}" for model, _, _ in ours):
-                add(f"{words} {PAPER['models'][backbone]}", f"{control}-{backbone}", backbone)
-    several = any(len(found) > 1 for (model, _, _), found in ours.items() if model.endswith(f"-{scale}"))
-    grid.notes = [LEGEND, SEVERAL if several else ONE, *(f"‡ {note}." for note in notes)]
+                add(f"{label} {PAPER['models'][backbone]}", f"{control}-{backbone}", backbone)
+    several = any(len(records) > 1 for (model, _, _), records in ours.items() if model.endswith(f"-{scale}"))
+    grid.notes = [LEGEND, SEVERAL_SEEDS if several else ONE_SEED, *(f"‡ {note}." for note in notes)]
     return grid
 
 
-def _values(found: Found) -> dict[int | None, float]:
-    return {seed: record.value * (100 if record.unit == "fraction" else 1) for seed, record in found.items()}
+def _values(cell: BySeed) -> dict[int | None, float]:
+    return {seed: record.value * (100 if record.unit == "fraction" else 1) for seed, record in cell.items()}
 
 
 def _average(table: dict[str, Any], cells: Cells) -> float | None:
-    """Of the accuracies, if all are there."""
+    """The mean of the accuracies, if there are all."""
     values = [cell for cell, column in zip(cells, table["columns"], strict=True) if column["better"] == "higher"]
     return None if None in values else mean(values)  # type: ignore[type-var]
 
 
-def _averages(table: dict[str, Any], found: Sequence[Found]) -> dict[int | None, float]:
-    """By seed, where all accuracies are there."""
-    values = [_values(one) for one in found]
-    made = {seed: _average(table, [one.get(seed) for one in values]) for one in values for seed in one}
-    return {seed: value for seed, value in made.items() if value is not None}
+def _averages(table: dict[str, Any], cells: Sequence[BySeed]) -> dict[int | None, float]:
+    """`_average` by seed, for seeds with all accuracies."""
+    values = [_values(cell) for cell in cells]
+    averages = {seed: _average(table, [cell.get(seed) for cell in values]) for cell in values for seed in cell}
+    return {seed: value for seed, value in averages.items() if value is not None}
 
 
 def _plain(cells: Cells, digits: int) -> list[str]:
@@ -106,7 +113,7 @@ def _signed(value: float, digits: int) -> str:
 
 
 def spread(values: Mapping[int | None, float], digits: int, sign: Literal["", "+"] = "") -> str:
-    """The mean over seeds, with its spread if there are several."""
+    """The mean over seeds, with the standard deviation if there are several."""
     if not values:
         return ""
     text = f"{_number(mean(values.values()), digits, sign)}".replace("-", "−")
@@ -117,17 +124,20 @@ def _number(value: float, digits: int, sign: Literal["", "+"] = "") -> str:
     return f"{value:{sign}.{digits}f}" if abs(value) < LARGE else f"{value:{sign}.2e}"
 
 
-def _ours(found: Found, column: dict[str, Any], digits: int, notes: dict[str, None]) -> str:
-    if not found:
+def _ours(cell: BySeed, column: dict[str, Any], digits: int, notes: dict[str, None]) -> str:
+    """The text of a cell; adds to `notes`."""
+    if not cell:
         return ""
-    values, last = _values(found), list(found.values())[-1]
+    values, last = _values(cell), list(cell.values())[-1]
     factor = 100 if last.unit == "fraction" else 1
-    text, errors = spread(values, digits), [r.extra["stderr"] * factor for r in found.values() if r.extra["stderr"] is not None]
+    text, errors = spread(values, digits), [r.extra["stderr"] * factor for r in cell.values() if r.extra["stderr"] is not None]
     if errors:
-        text += f" ± {_number(errors[0], digits)}" * (len(values) == 1)
-        if column["chance"] is not None and mean(values.values()) - column["chance"] <= ERRORS * mean(errors):
+        if len(values) == 1:
+            text += f" ± {_number(errors[0], digits)}"
+        if column["chance"] is not None and mean(values.values()) - column["chance"] <= Z * mean(errors):
             text += " †"
-    said = [f"the first {last.extra['n']} documents of a task only"] * (last.extra["limit"] is not None)
-    said += [SUBSETS[source] for source in [last.extra.get("data")] if source in SUBSETS]
-    notes |= dict.fromkeys(said)
-    return text + " ‡" * bool(said)
+    own_notes = [SUBSETS[source] for source in [last.extra.get("data")] if source in SUBSETS]
+    if last.extra["limit"] is not None:
+        own_notes.insert(0, f"the first {last.extra['n']} documents of a task only")
+    notes |= dict.fromkeys(own_notes)
+    return f"{text} ‡" if own_notes else text

@@ -1,4 +1,4 @@
-"""The harness's own tasks, from the hub or from files: prompts, metrics and standard errors are the harness's either way."""
+"""The harness's tasks, with data from the hub or local files; prompts, metrics and standard errors are the harness's in both cases."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from headmax.eval import local
 from headmax.eval.names import NIAH
 
 FOLDERS = {"lambada_openai": "lambada", "arc_easy": "arc", "arc_challenge": "arc"}
-"""Of the harness's tasks, where it is not the task's name."""
+"""The harness's folders of tasks, if not named like the task."""
 ESSAYS = "baber/paul_graham_essays"
-"""The haystack of RULER, on the hub."""
+"""RULER's haystack, on the hub."""
 GENERATED = "generated"
-"""The haystack that `data.niah.generated_prose` makes."""
+"""Name of the haystack of `data.niah.generated_prose`."""
 
 
 def _settings(name: str) -> dict[str, Any]:
@@ -33,13 +33,13 @@ def _settings(name: str) -> dict[str, Any]:
 
 
 def build(name: str, folder: Path | None) -> tuple[Task, str]:
-    """(a task of the harness, where its data are from): from the hub, or from files in a folder."""
+    """(a task of the harness, source of its data): the hub, or files in a folder."""
     settings = _settings(name)
     kind: type[ConfigurableTask] = settings.pop("class", ConfigurableTask)
     if folder is None:
         try:
             task = kind(config=settings)
-        except Exception as error:  # whatever the hub's many layers raise
+        except Exception as error:  # the hub's libraries raise many types
             raise ValueError(f"cannot be loaded from the hub ({_line(error)}); give its files with --data-dir") from error
         task.config.task = name
         return task, "hub"
@@ -53,10 +53,10 @@ def build(name: str, folder: Path | None) -> tuple[Task, str]:
         def process_results(self, doc: dict, results: Sequence[Any]) -> dict:
             if "answers" not in doc:
                 return super().process_results(doc, results)
-            found = (super(Local, self).process_results(doc | {"value": answer}, results) for answer in doc["answers"])
-            return max(found, key=lambda metrics: metrics["contains"])
+            metrics = (super(Local, self).process_results(doc | {"value": answer}, results) for answer in doc["answers"])
+            return max(metrics, key=lambda one: one["contains"])
 
-    if kind is ConfigurableTask:  # the files have neither other splits nor contexts in two parts
+    if kind is ConfigurableTask:  # files have a single split, and contexts in one part
         settings |= {key: None for key in ("training_split", "validation_split", "test_split") if settings.get(key) != split}
         settings |= {"process_docs": None} if name == "hellaswag" else {}
     task = Local(config=settings)
@@ -69,10 +69,10 @@ def _line(error: Exception) -> str:
 
 
 class NeedleTask(ConfigurableTask):
-    """S-NIAH as a task: a text is generated and matched as RULER does it, and the log-probability of the answer is taken too."""
+    """S-NIAH as a task: matches generated text as RULER does, and also takes the log-probability of the answer."""
 
     def __init__(self, name: str, needles: Needles, number: int, count_tokens: Callable[[str], int], seed: int) -> None:
-        self.made = [vars(sample) for sample in needles.samples(number, count_tokens, seed)]
+        self.rows = [vars(sample) for sample in needles.samples(number, count_tokens, seed)]
         super().__init__(
             config={
                 "task": name,
@@ -87,7 +87,7 @@ class NeedleTask(ConfigurableTask):
         )
 
     def download(self, *_: Any, **__: Any) -> None:
-        self.dataset = datasets.DatasetDict({"test": datasets.Dataset.from_list(self.made)})
+        self.dataset = datasets.DatasetDict({"test": datasets.Dataset.from_list(self.rows)})
 
     def construct_requests(self, doc: dict, ctx: str, **kwargs: Any) -> list[Instance]:
         metadata = kwargs["metadata"]
@@ -108,7 +108,7 @@ class NeedleTask(ConfigurableTask):
 
 
 def prose(haystack: str | None) -> tuple[list[str], str]:
-    """(sentences of a haystack, where they are from): a file, `GENERATED`, or the essays of RULER if None."""
+    """(sentences of a haystack, their source): a file, `GENERATED`, or RULER's essays if None."""
     if haystack == GENERATED:
         return generated_prose(), f"{GENERATED} sentences"
     if haystack is not None:
@@ -116,12 +116,12 @@ def prose(haystack: str | None) -> tuple[list[str], str]:
     try:
         return sentences(" ".join(datasets.load_dataset(ESSAYS, split="train")["text"])), ESSAYS
     except Exception as error:
-        hint = f"name a text file with --haystack, or use --haystack {GENERATED}"
+        hint = f"give a text file with --haystack, or use --haystack {GENERATED}"
         raise ValueError(f"haystack {ESSAYS} cannot be loaded from the hub ({_line(error)}); {hint}") from error
 
 
 def build_needles(name: str, haystack: str | None, number: int, count_tokens: Callable[[str], int], seed: int) -> tuple[Task, str]:
-    """(an S-NIAH task, where its haystack is from)."""
+    """(an S-NIAH task, source of its haystack)."""
     kind, length = NIAH[name]
     text, source = ([], "noise sentence") if kind == 1 else prose(haystack)
     return NeedleTask(name, Needles(kind, length, text), number, count_tokens, seed), source

@@ -1,4 +1,4 @@
-"""`headmax eval`: the stages with progress, and a table of what came out."""
+"""`headmax eval`: runs the stages with progress bars, and prints a table of results."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ Stage = Literal["all", "requests", "score", "metrics"]
 
 @dataclass(frozen=True)
 class Place:
-    """Whose evaluation, and where its files are."""
+    """The model to evaluate, and the folder for files."""
 
     checkpoint: str | Path
     tokenizer: str | Path
     work: Path
     name: str | None = None
-    """Of the model in records."""
+    """The model's name in records."""
 
 
 def make_requests(evaluation: Evaluation, tasks: Sequence[str], place: Place) -> None:
-    """Stage 1: requests.jsonl, and a line about every task that a length limit cut."""
+    """Stage 1: writes requests.jsonl, and prints a line for every task with truncated requests."""
     console = Console(stderr=True)
     with console.status("requests") as status:
-        made = evaluation.requests(tasks, status.update)
-    requests.write(place.work / REQUESTS, made)
-    for task, asked in made.items():
+        by_task = evaluation.requests(tasks, status.update)
+    requests.write(place.work / REQUESTS, by_task)
+    for task, asked in by_task.items():
         if (cut := requests.cut(asked))["requests"]:
-            console.print(f"{task}: {cut['requests']:,} of {len(asked):,} requests were cut, by {cut['tokens']:,} tokens in all")
+            console.print(f"{task}: {cut['requests']:,} of {len(asked):,} requests truncated, by {cut['tokens']:,} tokens in total")
 
 
 def make_scores(place: Place, device: str | None, dtype: str | None, batch_tokens: int | None) -> list[str]:
@@ -61,23 +61,23 @@ def make_scores(place: Place, device: str | None, dtype: str | None, batch_token
 
 
 def make_metrics(evaluation: Evaluation, tasks: Sequence[str], place: Place, out: Path | None) -> None:
-    """Stage 3: records."""
+    """Stage 3: appends records, and prints a table of them."""
     asked, file = requests.read(place.work / REQUESTS), ScoreFile(place.work / SCORES)
     if file.source is None:
-        raise FileNotFoundError(f"{place.work / SCORES}: no scores there; make them with --stage score")
-    open_tasks = [task for task in tasks if not any(line.startswith(f"task {task}: ") for line in evaluation.failures)]
-    evaluation.failures += [f"task {task}: not in {place.work / REQUESTS}" for task in open_tasks if task not in asked]
+        raise FileNotFoundError(f"{place.work / SCORES}: no scores; make them with --stage score")
+    remaining = [task for task in tasks if not any(line.startswith(f"task {task}: ") for line in evaluation.failures)]
+    evaluation.failures += [f"task {task}: not in {place.work / REQUESTS}" for task in remaining if task not in asked]
     with Console(stderr=True).status("metrics") as status:
-        found = evaluation.metrics([task for task in open_tasks if task in asked], file.scores, status.update)
+        metrics = evaluation.metrics([task for task in remaining if task in asked], file.scores, status.update)
     name = place.name or model_name(evaluation.config, Path(place.checkpoint).resolve().name)
-    made = evaluation.records(found, asked, file.source, name)
-    records.append(out or place.work / RECORDS, made)
+    results = evaluation.records(metrics, asked, file.source, name)
+    records.append(out or place.work / RECORDS, results)
     table = Table(["task", "metric", "value", "± standard error", "n"], title=name)
-    for record in made:
+    for record in results:
         error = record.extra["stderr"]
         cells = [f"{record.value:.4f}", "" if error is None else f"{error:.4f}", str(record.extra["n"])]
         table.rows.append([record.case, record.metric, *cells])
-    if made:
+    if results:
         Console(width=None if sys.stdout.isatty() else 120).print(table.terminal())
 
 

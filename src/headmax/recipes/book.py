@@ -8,12 +8,12 @@ from headmax.recipes.recipe import Recipe
 
 
 def names() -> list[str]:
-    """All recipe names, those of mixers that were added among them."""
+    """All recipe names, including those of registered mixers."""
     return [*language.recipes(), *recall.recipes()]
 
 
 def get(name: str) -> Recipe:
-    """The recipe of that name."""
+    """The recipe with this name."""
     known = language.recipes() | recall.recipes()
     if name not in known:
         raise ValueError(f"unknown recipe {name!r}{suggest(name, known)}")

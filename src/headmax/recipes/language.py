@@ -1,4 +1,4 @@
-"""The paper's language models: backbones, their softmax twins, five scales, and the study of the number of heads; and hybrids."""
+"""The paper's language models: backbones with and without softmax gates at five scales, the study of head counts; and hybrids."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HEADS_STUDY = (4, 8, 16)
 
 
 def backbones() -> dict[str, type[MixerConfig]]:
-    """Every mixer that language models are made of, by its name in recipes."""
+    """Mixers for language models, by their names in recipes."""
     return {kind.recipe: kind for kind in MIXERS.values() if kind.language}
 
 
@@ -31,7 +31,7 @@ TINY = TrainConfig(
     checkpoint_every=200,
     eval=EvalConfig(every=200, sequences=16),
 )
-"""What a laptop does in minutes: 2,000 steps of 8 short sequences."""
+"""Minutes on a laptop: 2,000 steps of 8 short sequences."""
 
 
 def named(softmax: bool, backbone: str, scale: str) -> str:
@@ -43,7 +43,7 @@ def train_config(scale: str) -> TrainConfig:
 
 
 def recipe(backbone: str, scale: str, *, softmax: bool = False, num_heads: int | None = None) -> Recipe:
-    """`backbone` at `scale`, with its recipes' gates if `softmax`; `num_heads` gives the heads study."""
+    """`backbone` at `scale`, with the gates of its recipes if `softmax`; `num_heads` is for the study of head counts."""
     layers, hidden = SCALES[scale]
     name = named(softmax, backbone, scale) + (f"-h{num_heads}" if num_heads else "")
     kind = backbones()[backbone]
@@ -59,8 +59,10 @@ def recipe(backbone: str, scale: str, *, softmax: bool = False, num_heads: int |
 
 
 def hybrid(scale: str, *, softmax: bool = False) -> Recipe:
-    """Gated DeltaNet, and in every fourth layer attention as Qwen3.5 has it: few heads of keys, normalised and for a quarter turned by
-    position, under a sigmoid gate. The last layer is one of these."""
+    """Gated DeltaNet with attention in every fourth layer, including the last.
+
+    Attention is as in Qwen3.5: grouped queries, normalised queries and keys, partial rotary embedding (a quarter), a sigmoid output gate.
+    """
     layers, hidden = SCALES[scale]
     heads = max(4, hidden // 128)
     width = hidden // heads

@@ -15,7 +15,7 @@ from headmax.train import CheckpointConfig, ComputeConfig, EvalConfig, OptimConf
 def recall_model(
     mixer: str, task: MQAR, *, head_gate: HeadGateConfig | None, num_heads: int, head_k_dim: int | None = None
 ) -> HeadmaxConfig:
-    """2 layers x 64 with a short convolution, which lets a layer see a value beside its key."""
+    """2 layers x 64 with a short convolution, with which a layer sees a key together with its value."""
     return HeadmaxConfig(
         mixer=mixer,
         hidden_size=64,
@@ -29,7 +29,7 @@ def recall_model(
 
 
 def recall_training(task: MQAR, *, steps: int, seed: int = 0, lr: float = 3e-3, eval_every: int = 50) -> TrainConfig:
-    """64 sequences a step, 50 steps of warm-up, then a constant learning rate and no weight decay."""
+    """64 sequences per step, 50 steps of warm-up, then a constant learning rate; no weight decay."""
     tokens = 64 * task.length
     return TrainConfig(
         token_budget=steps * tokens,
@@ -45,7 +45,7 @@ def recall_training(task: MQAR, *, steps: int, seed: int = 0, lr: float = 3e-3, 
 
 
 def recall(backbone: str, *, softmax: bool = False) -> Recipe:
-    """`backbone` on 16 pairs, with its recipes' gates if `softmax`."""
+    """`backbone` on 16 pairs, with the gates of its recipes if `softmax`."""
     task = MQAR()
     kind = next(kind for kind in MIXERS.values() if kind.recipe == backbone)
     model = recall_model(kind.name, task, head_gate=kind.recipe_gate if softmax else None, num_heads=4)

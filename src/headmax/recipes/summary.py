@@ -1,4 +1,4 @@
-"""What a recipe's model weighs: parameters, gate parameters, and the state it carries per sequence."""
+"""Sizes of a recipe's model: parameters, gate parameters, and state per sequence."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from headmax.recipes.recipe import Recipe
 @dataclass(frozen=True)
 class Summary:
     parameters: int
-    """All, tied embeddings counted once."""
+    """All parameters, tied embeddings counted once."""
     body_parameters: int
     """Without embeddings."""
     gate_parameters: int
     state_bytes: int
-    """What recurrent layers keep of a sequence, in bfloat16 but for the recurrent states, which are float32."""
+    """State of recurrent layers per sequence: recurrent states in float32, the rest in bfloat16."""
     token_bytes: int
-    """What attention layers keep of each token, in bfloat16."""
+    """Cache of attention layers per token, in bfloat16."""
 
 
 def summarize(recipe: Recipe) -> Summary:
-    """Counted on the meta device: the model is built and run on one token without memory or arithmetic."""
+    """Builds the model on the meta device and runs it on one token, without memory or arithmetic."""
     with torch.device("meta"):
         model = HeadmaxForCausalLM(recipe.model).bfloat16().eval()
         cache = model(torch.zeros(1, 1, dtype=torch.int64), use_cache=True).past_key_values

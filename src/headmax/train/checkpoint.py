@@ -1,8 +1,8 @@
-"""Checkpoints: written in the background, complete or not there at all, and verified before they are used.
+"""Checkpoints: written atomically in the background, and verified before use.
 
-RUN/checkpoints/step-00000500/ holds torch.distributed.checkpoint's files, `train.json` (where the run stands and its
-settings) and `manifest.json` (size and SHA-256 of every file). It is written under another name, and renamed when all of
-it, manifest last, is on disk.
+RUN/checkpoints/step-00000500/ holds torch.distributed.checkpoint's files, `train.json` (the run's progress and settings)
+and `manifest.json` (size and SHA-256 of every file). It is written under a temporary name and renamed once all of it,
+manifest last, is on disk.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from headmax.train.restricted import Planner, Reader
 logger = logging.getLogger("headmax")
 
 MANIFEST, PROGRESS, UNFINISHED, BROKEN = "manifest.json", "train.json", ".tmp", ".broken"
-POSITION: dict[str, Any] = {"step": int, "skipped": int, "settings": dict[str, dict[str, Any]]}
-"""What a run goes on from, in `PROGRESS`."""
+PROGRESS_FIELDS: dict[str, Any] = {"step": int, "skipped": int, "settings": dict[str, dict[str, Any]]}
+"""What a run resumes from, in `PROGRESS`."""
 
 
 @contextlib.contextmanager
-def one_process_is_meant() -> Iterator[None]:
-    """Without the warning of torch.distributed.checkpoint that there is no other process. It may come from the thread that writes."""
+def ignore_single_process_warning() -> Iterator[None]:
+    """Suppresses torch.distributed.checkpoint's warning about a single process, which its writer thread may also raise."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         yield
@@ -48,17 +48,17 @@ class Checkpoints:
 
     def __init__(self, folder: Path, config: CheckpointConfig, world: World) -> None:
         self.folder, self.config, self.world = folder, config, world
-        # A group of its own: the background's messages must not meet the training's.
+        # A separate group: messages of the background thread must not mix with those of training.
         self.group = dist.new_group(backend="gloo") if world.size > 1 else None
-        self.sealer = ThreadPoolExecutor(1, "headmax-checkpoint")
-        self.writing: Future[None] | None = None
+        self.background = ThreadPoolExecutor(1, "headmax-checkpoint")
+        self.pending: Future[None] | None = None
         if world.main:
             folder.mkdir(parents=True, exist_ok=True)
-            for rest in folder.glob(f"*{UNFINISHED}"):
-                shutil.rmtree(rest)
+            for leftover in folder.glob(f"*{UNFINISHED}"):
+                shutil.rmtree(leftover)
 
     def save(self, step: int, state: Mapping[str, Any], progress: Mapping[str, Any]) -> None:
-        """Copies `state` now and writes it in the background; waits first for the checkpoint before this one."""
+        """Copies `state` at once and writes it in the background, after waiting for the previous checkpoint."""
         self.wait()
         target = self.folder / f"step-{step:08}"
         unfinished = target.with_name(target.name + UNFINISHED)
@@ -69,10 +69,10 @@ class Checkpoints:
             no_dist=self.world.size == 1,
         )
         assert isinstance(written, Future)
-        self.writing = self.sealer.submit(self._seal, written, unfinished, target, progress)
+        self.pending = self.background.submit(self._finalize, written, unfinished, target, progress)
 
-    def _seal(self, written: Future[Any], unfinished: Path, target: Path, progress: Mapping[str, Any]) -> None:
-        """Once every rank has written (which the first one hears last): manifest, rename, and away with what is too old."""
+    def _finalize(self, written: Future[Any], unfinished: Path, target: Path, progress: Mapping[str, Any]) -> None:
+        """Once every rank has written (the first rank learns that last): writes the manifest, renames, deletes old checkpoints."""
         written.result()
         if self.world.main:
             durable.write(unfinished / PROGRESS, json.dumps(progress, indent=2))
@@ -83,66 +83,66 @@ class Checkpoints:
 
     def _prune(self) -> None:
         every = self.config.milestone_every
-        for folder in finished(self.folder)[: -self.config.keep_last]:
+        for folder in list_checkpoints(self.folder)[: -self.config.keep_last]:
             if not (every and step_of(folder) % every == 0):
-                doomed = folder.rename(folder.with_name(folder.name + UNFINISHED))  # what is half deleted must not look whole
-                shutil.rmtree(doomed)
+                renamed = folder.rename(folder.with_name(folder.name + UNFINISHED))  # half deleted, it must not look complete
+                shutil.rmtree(renamed)
 
     def wait(self) -> None:
-        """Until the last checkpoint is complete; TrainingError if it could not be written."""
-        if self.writing is not None:
+        """Waits until the last checkpoint is complete; TrainingError if it could not be written."""
+        if self.pending is not None:
             try:
-                self.writing.result()
+                self.pending.result()
             except (OSError, CheckpointException) as error:
-                there = finished(self.folder)
-                kept = f"the last complete one is {there[-1].name}" if there else "there is none yet"
+                complete = list_checkpoints(self.folder)
+                latest = f"the last complete one is {complete[-1].name}" if complete else "no checkpoint is complete yet"
                 free = shutil.disk_usage(self.folder).free / 2**20
-                why = f"{reason(error)} ({free:,.0f} MiB are free there)"
-                raise TrainingError(f"cannot write a checkpoint to {self.folder}: {why}; {kept}") from error
+                cause = f"{root_cause(error)} ({free:,.0f} MiB free)"
+                raise TrainingError(f"cannot write a checkpoint to {self.folder}: {cause}; {latest}") from error
             finally:
-                self.writing = None
+                self.pending = None
 
     def close(self) -> None:
-        """Lets the one under way end, and all ranks leave together: the first is the last to be done."""
+        """Waits for the last checkpoint, then for the first rank, which finishes it."""
         self.wait()
         self.world.share(None)
 
     def newest(self) -> Path | None:
-        """The newest checkpoint that is whole. Those after it are renamed, as the run will come by there again."""
-        found = None
+        """The newest intact checkpoint. Damaged newer ones are renamed, as the run will write these steps again."""
+        intact = None
         if self.world.main:
-            found, broken = newest(self.folder)
-            for folder in broken:
-                aside = folder.with_name(folder.name + BROKEN)
-                shutil.rmtree(aside, ignore_errors=True)
-                folder.rename(aside)
-        return self.world.share(found)
+            intact, damaged = newest(self.folder)
+            for folder in damaged:
+                renamed = folder.with_name(folder.name + BROKEN)
+                shutil.rmtree(renamed, ignore_errors=True)
+                folder.rename(renamed)
+        return self.world.share(intact)
 
 
-def load(folder: Path, state: dict[str, Any], alone: bool, group: dist.ProcessGroup | None = None) -> None:
-    """Fills `state`, whose tensors may be spread over ranks in another way than they were."""
+def load(folder: Path, state: dict[str, Any], single_process: bool, group: dist.ProcessGroup | None = None) -> None:
+    """Fills `state`, whose tensors may be sharded differently than when they were saved."""
     reader = Reader(folder)
-    reader.read_metadata()  # what is wrong with it is then said by itself; dcp.load would wrap it
+    reader.read_metadata()  # raises its own error, which dcp.load would wrap
     try:
-        with one_process_is_meant():
-            dcp.load(state, storage_reader=reader, planner=Planner(), process_group=group, no_dist=alone)
+        with ignore_single_process_warning():
+            dcp.load(state, storage_reader=reader, planner=Planner(), process_group=group, no_dist=single_process)
     except CheckpointException as error:
-        raise ValueError(f"{folder}: cannot be read: {reason(error).splitlines()[0]}") from error
+        raise ValueError(f"{folder}: cannot be read: {root_cause(error).splitlines()[0]}") from error
 
 
 def newest(folder: Path) -> tuple[Path | None, list[Path]]:
-    """The newest checkpoint that is whole, and newer ones that are not, each of which is warned of."""
-    broken: list[Path] = []
-    for path in reversed(finished(folder)):
-        if (wrong := problem(path)) is None:
-            return path, broken
-        logger.warning("%s is skipped: %s", path, wrong)
-        broken.append(path)
-    return None, broken
+    """The newest intact checkpoint, and the damaged ones after it, with a warning about each."""
+    damaged: list[Path] = []
+    for path in reversed(list_checkpoints(folder)):
+        if (reason := problem(path)) is None:
+            return path, damaged
+        logger.warning("%s is skipped: %s", path, reason)
+        damaged.append(path)
+    return None, damaged
 
 
-def finished(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, oldest first."""
+def list_checkpoints(folder: Path) -> list[Path]:
+    """The completely written checkpoints in a folder, oldest first."""
     return sorted(path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdigit())
 
 
@@ -150,35 +150,36 @@ def step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
 
 
-def keys(folder: Path) -> set[str]:
-    """What a checkpoint holds, by name."""
+def state_keys(folder: Path) -> set[str]:
+    """Names of a checkpoint's entries."""
     return set(Reader(folder).read_metadata().state_dict_metadata)
 
 
-def shapes(folder: Path, part: str) -> dict[str, tuple[int, ...]]:
-    """Of a checkpoint's tensors whose names begin with `part` and a dot, by the rest of the name."""
-    held = Reader(folder).read_metadata().state_dict_metadata
-    return {name.removeprefix(f"{part}."): tuple(x.size) for name, x in held.items() if name.startswith(f"{part}.") and hasattr(x, "size")}
+def tensor_shapes(folder: Path, part: str) -> dict[str, tuple[int, ...]]:
+    """Shapes of a checkpoint's tensors `part.NAME`, by NAME."""
+    metadata, prefix = Reader(folder).read_metadata().state_dict_metadata, f"{part}."
+    return {name.removeprefix(prefix): tuple(x.size) for name, x in metadata.items() if name.startswith(prefix) and hasattr(x, "size")}
 
 
-def progress_of(folder: Path) -> dict[str, Any]:
-    """Where the run stood, and its settings."""
+def read_progress(folder: Path) -> dict[str, Any]:
+    """A checkpoint's step, number of skipped steps and settings."""
     progress = durable.read_json(folder / PROGRESS)
     try:
-        fields.check(progress, POSITION, set(POSITION), others=True)
-        if (progress["step"], progress["skipped"] >= 0, set(progress["settings"])) != (step_of(folder), True, {"model", "train", "data"}):
-            raise ValueError("its step or its settings are not this checkpoint's")
+        fields.check(progress, PROGRESS_FIELDS, set(PROGRESS_FIELDS), allow_unknown=True)
+        if progress["step"] != step_of(folder) or progress["skipped"] < 0 or set(progress["settings"]) != {"model", "train", "data"}:
+            raise ValueError("step, skipped or settings do not belong to this checkpoint")
     except ValueError as error:
-        raise ValueError(f"{folder / PROGRESS}: not the position of a run: {error}") from error
+        raise ValueError(f"{folder / PROGRESS}: not the progress of a run: {error}") from error
     return progress
 
 
 def fingerprints(folder: Path) -> dict[str, dict[str, Any]]:
-    made = {}
+    """Size and SHA-256 of each file, by name, as the manifest lists them."""
+    files = {}
     for path in sorted(path for path in folder.iterdir() if path.name != MANIFEST):
         with path.open("rb") as file:
-            made[path.name] = {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-    return made
+            files[path.name] = {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+    return files
 
 
 def problem(folder: Path) -> str | None:
@@ -186,18 +187,18 @@ def problem(folder: Path) -> str | None:
     try:
         expected = durable.read_json(folder / MANIFEST)["files"]
         if PROGRESS not in expected:
-            return f"{MANIFEST} does not name {PROGRESS}"
+            return f"{MANIFEST} does not list {PROGRESS}"
         for name, file in expected.items():
             if (size := (folder / durable.file_name(name, MANIFEST)).stat().st_size) != file["size"]:
                 return f"{name} has {size} bytes, the manifest says {file['size']}"
-        found = fingerprints(folder)
+        actual = fingerprints(folder)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{type(error).__name__}: {error}"
-    return next((f"{name} does not match its checksum" for name, file in expected.items() if found.get(name) != file), None)
+    return next((f"{name} does not match its checksum" for name, file in expected.items() if actual.get(name) != file), None)
 
 
-def reason(error: BaseException) -> str:
-    """The first cause: torch.distributed.checkpoint wraps what each rank raised, and torch.save what the system said."""
+def root_cause(error: BaseException) -> str:
+    """The message of the original error: torch.distributed.checkpoint wraps errors of ranks, torch.save those of the system."""
     while isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
     cause: BaseException | None = error

@@ -1,4 +1,4 @@
-"""How a model is trained."""
+"""Training settings."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ Documents = Literal["concatenate", "separate"]
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW, or Muon beside it, with the norm of the gradient clipped."""
+    """AdamW or Muon, with gradient-norm clipping."""
 
     name: Optimizers = "adamw"
-    """adamw; muon takes the projections of the blocks, and leaves embeddings, head gates, convolutions and vectors to AdamW."""
+    """adamw; or muon for the projections of the blocks, with AdamW for embeddings, head gates, convolutions and vectors."""
     lr: float = 1e-3
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay rates of AdamW's moments."""
     eps: float = 1e-8
-    """AdamW's epsilon, added to the root of the second moment."""
+    """AdamW's epsilon."""
     weight_decay: float = 0.1
-    """Decay of matrices: projections, embeddings, short convolutions, head gates; not of norms, A_log, dt_bias and biases."""
+    """Weight decay of matrices: projections, embeddings, short convolutions, head gates; not of norms, A_log, dt_bias and biases."""
     momentum: float = 0.95
-    """Muon's."""
+    """Momentum of Muon."""
     grad_clip: float = 1.0
-    """Largest norm of the gradient; larger ones are scaled down."""
+    """Clip the gradient to this norm."""
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """The learning rate: linear warm-up to its peak, then a cosine decay, or the peak and a linear decay at the end; counted in tokens."""
+    """The learning rate by tokens: linear warm-up, then cosine decay, or a constant rate with linear decay at the end."""
 
     shape: Shape = "cosine"
-    """cosine falls from the end of warm-up on; wsd (warm-up, stable, decay) stays at the peak until the last decay_fraction."""
+    """cosine decays after warm-up; wsd (warm-up, stable, decay) stays at the peak until the last decay_fraction."""
     decay_fraction: float = 0.2
-    """Share of the token budget over which wsd falls to final_lr."""
+    """Fraction of the token budget over which wsd decays to final_lr."""
     warmup_tokens: int = 500_000_000
     """Tokens of warm-up."""
     start_lr: float = 3e-5
@@ -56,13 +56,13 @@ class ComputeConfig:
     precision: Precision = "bfloat16"
     """Precision of the matrix products."""
     micro_batch: int = 8
-    """Most sequences that a device processes at once; its share of the batch is split evenly into as few parts as that allows."""
+    """Most sequences that a device processes at a time; its share of the batch is split evenly into as few micro-batches as possible."""
     compile: bool | None = None
-    """Compile the blocks with torch.compile; on a GPU only, unless given."""
+    """Compile the blocks with torch.compile; unless given, on a GPU only."""
     activation_checkpointing: bool = False
     """Keep only the inputs of blocks and recompute the rest in the backward pass."""
     cuda_graph: bool | None = None
-    """Run micro-steps as CUDA graphs; unless given, where one process trains on a GPU and the other settings allow it."""
+    """Run micro-steps as CUDA graphs; unless given, if a single process trains on a GPU and the other settings allow it."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,11 @@ class ParallelConfig:
     strategy: Strategy = "ddp"
     """ddp replicates the model; fsdp (FSDP2) shards parameters, gradients and optimizer states."""
     shard: int | None = None
-    """Processes over which fsdp shards a copy of the model, such as those of a node, with a copy for each so many; all unless given."""
+    """Processes over which fsdp shards each copy of the model, such as those of a node; unless given, all share one copy."""
     context: int = 1
-    """Processes that share each sequence, a piece each; it divides their number and the sequence length."""
+    """Processes that share each sequence, in pieces; must divide the number of processes and the sequence length."""
     tensor: int = 1
-    """Processes that share the heads, the columns of each MLP and the vocabulary; it divides these, and the number of processes."""
+    """Processes that share heads, MLP columns and vocabulary; must divide each of these, and the number of processes."""
 
     def __post_init__(self) -> None:
         if self.strategy not in get_args(Strategy):
@@ -94,7 +94,7 @@ class CheckpointConfig:
     milestone_every: int = 0
     """Also keep those at multiples of this many steps; 0 for none."""
     final: bool = True
-    """Write one when the run ends."""
+    """Write one at the end of the run."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class EvalConfig:
     sequences: int = 128
     """Held-out sequences, the same for all seeds; rounded down to an equal share for each process."""
     accuracy: bool = False
-    """Also measure the share of labels predicted exactly. This holds all logits in memory and is meant for recall tasks."""
+    """Also measure the fraction of labels predicted exactly; for recall tasks, as it keeps all logits in memory."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """AdamW on a cosine, counted in tokens, unless told otherwise; the defaults are the paper's, and GLA's recipe where it points there."""
+    """Settings of a training run. Defaults are the paper's and, where it refers to it, those of GLA's recipe."""
 
     token_budget: int = 15_000_000_000
     """Tokens to train on."""
@@ -132,19 +132,19 @@ class TrainConfig:
     batch_tokens: int = 524_288
     """Tokens per optimizer step, over all devices."""
     documents: Documents = "concatenate"
-    """Whether the state runs on across the documents of a sequence, as in the paper, or starts anew with each."""
+    """Whether the state continues across documents of a sequence, as in the paper, or is reset for each."""
     gate_balance: float = 0.0
-    """Weight of a load-balancing loss, H Σ_h p_h² - 1 with p_h the mean gate of head h; it is 0 where all heads are used equally."""
+    """Weight of the load-balancing loss H Σ_h p_h² - 1, where p_h is the mean gate of head h; it is 0 if all heads are used equally."""
     seed: int = 0
     """Random seed for initialisation and data order."""
     max_steps: int | None = None
-    """Stop after this many steps, without changing the schedule; at the end of the token budget unless given."""
+    """Stop after this many steps, without changing the schedule; unless given, at the end of the token budget."""
     checkpoint_every: int = 500
     """Steps between checkpoints; 0 for one at the end only."""
     max_skipped_steps: int = 10
     """Skip at most this many steps with a NaN or Inf loss or gradient before stopping."""
     device: str = "auto"
-    """Where to run; auto takes a GPU if there is one."""
+    """Device to train on; auto is a GPU if available."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     compute: ComputeConfig = field(default_factory=ComputeConfig)
@@ -156,10 +156,10 @@ class TrainConfig:
     def __post_init__(self) -> None:
         given: Any = self.parallel
         if isinstance(given, str):  # as in 0.1
-            object.__setattr__(self, "parallel", ParallelConfig(given))  # type: ignore[arg-type]  # it looks itself
+            object.__setattr__(self, "parallel", ParallelConfig(given))  # type: ignore[arg-type]  # which validates it
         check_numbers(flatten(asdict(self)))
         if self.sequence_length < 2:
-            raise ValueError(f"sequence_length must be at least 2, a token to read and one to predict, got {self.sequence_length}")
+            raise ValueError(f"sequence_length must be at least 2, one token to read and one to predict, got {self.sequence_length}")
         check_optim(self.optim)
         if self.batch_tokens % self.sequence_length:
             raise ValueError(f"batch_tokens {self.batch_tokens} must be a multiple of sequence_length {self.sequence_length}")
@@ -180,7 +180,7 @@ class TrainConfig:
 
     @property
     def against_graphs(self) -> str | None:
-        """The setting that CUDA graphs do not go with, if there is one: shapes that change, numbers or random states that are read."""
+        """The setting that rules out CUDA graphs, if any: it varies shapes, or reads values or random states on the host."""
         if self.documents == "separate":
             return "documents separate"
         if self.optim.name == "muon":
@@ -194,13 +194,13 @@ class TrainConfig:
 
     @property
     def steps(self) -> int:
-        """Where the run ends."""
-        whole = -(-self.token_budget // self.batch_tokens)
-        return whole if self.max_steps is None else min(whole, self.max_steps)
+        """Optimizer steps of the run."""
+        budget = -(-self.token_budget // self.batch_tokens)
+        return budget if self.max_steps is None else min(budget, self.max_steps)
 
 
 LARGEST = 10**18
-"""Of any whole number: a signed one of 64 bits holds it, and sums of a few."""
+"""Upper bound of integer settings: small sums of them still fit into a signed 64-bit integer."""
 POSITIVE = (
     *("parallel.context", "parallel.tensor", "parallel.shard"),
     *("token_budget", "sequence_length", "batch_tokens", "max_steps", "max_skipped_steps", "optim.lr", "optim.eps", "optim.grad_clip"),
@@ -214,11 +214,11 @@ MAY_CHANGE = {
     *("max_steps", "checkpoint_every", "max_skipped_steps", "device", "parallel", "checkpoint", "eval", "log"),
     *("compute.micro_batch", "compute.compile", "compute.activation_checkpointing", "compute.cuda_graph"),
 }
-"""What a resumed run may change: how long, where and how it computes and what it tells, not what is computed."""
+"""Settings that a resumed run may change: its length, hardware, execution and logging, but not the result."""
 
 
 def check_optim(optim: OptimConfig) -> None:
-    """ValueError names the first setting that is none."""
+    """ValueError names the first invalid setting."""
     if optim.name not in get_args(Optimizers):
         raise ValueError(f"optim.name must be {' or '.join(get_args(Optimizers))}, got {optim.name!r}")
     for name, rates in (("betas", optim.betas), ("momentum", (optim.momentum,))):
@@ -240,8 +240,8 @@ def check_numbers(fields: dict[str, Any]) -> None:
             raise ValueError(f"{name} must not be negative, got {value}")
 
 
-def decisive(config: TrainConfig) -> dict[str, Any]:
-    """The fields that decide what is computed, by their names on the command line."""
+def fixed_settings(config: TrainConfig) -> dict[str, Any]:
+    """The settings that determine the result, which a resumed run may not change; by their names on the command line."""
     flat = flatten(asdict(config))
     return {name: value for name, value in flat.items() if name not in MAY_CHANGE and name.split(".")[0] not in MAY_CHANGE}
 

@@ -1,4 +1,4 @@
-"""Held-out loss and the health of the gates, in one pass over the same sequences."""
+"""Validation loss and gate health, in one pass over the same sequences."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from headmax.train.parallel import World
 from headmax.train.parallelize import Replica
 
 DEAD = 0.1
-"""A head is dead where its mean share is below this part of an even one."""
+"""A head is dead if its mean share is below this fraction of an even share."""
 
 
 @torch.no_grad()
 def evaluate(replica: Replica, source: Source, config: TrainConfig, world: World) -> tuple[Line, Line]:
-    """(loss, perplexity and, if requested, accuracy; the gates' health by layer and kind) on the source's first sequences."""
+    """(loss, perplexity and, if requested, accuracy; gate health by layer and kind) on the first sequences of `source`."""
     sequences = max(1, config.eval.sequences // world.data_size) * world.data_size
-    totals, health = torch.zeros(3, dtype=torch.float64), Health()
+    totals, health = torch.zeros(3, dtype=torch.float64), GateHealth()
     replica.model.eval()
     for indices in micro_batches(0, sequences, world, config.compute.micro_batch):
         with replica.autocast:
@@ -44,32 +44,32 @@ def evaluate(replica: Replica, source: Source, config: TrainConfig, world: World
 
 
 def score(replica: Replica, batch: Batch, accuracy: bool) -> tuple[Tensor, Gates]:
-    """Sum of the losses, number of exact predictions and number of predicted tokens; and the gates."""
+    """([summed loss, exact predictions (0 without `accuracy`), predicted tokens], gates)."""
     options = {"cu_seqlens": batch.packing, "position_ids": batch.position_ids, "return_gates": True, "use_cache": False}
-    predicted = next_labels(batch)
-    labelled = predicted != IGNORED
+    targets = next_labels(batch)
+    labelled = targets != IGNORED
     count = labelled.sum()
     if not accuracy:
-        wanted = {"labels": batch.labels, "shift_labels": predicted, "num_items_in_batch": 1}
-        output = replica.model(batch.input_ids, skip_logits=True, **wanted, **options)
+        labels = {"labels": batch.labels, "shift_labels": targets, "num_items_in_batch": 1}
+        output = replica.model(batch.input_ids, skip_logits=True, **labels, **options)
         return torch.stack([output.loss.double(), count.new_zeros(()).double(), count.double()]), output.gates
     columns = labelled.any(0).nonzero().flatten()
     output = replica.model(batch.input_ids, logits_to_keep=columns, **options)
-    answers = predicted[:, columns]
+    answers = targets[:, columns]
     loss = F.cross_entropy(output.logits.flatten(0, 1).float(), answers.flatten(), ignore_index=IGNORED, reduction="sum")
     return torch.stack([loss.double(), (output.logits.argmax(-1) == answers).sum().double(), count.double()]), output.gates
 
 
 def shares(gates: Gates) -> Iterator[tuple[str, Tensor]]:
-    """Each gate by layer and kind, as shares of its heads: [tokens, heads], summing to 1 whatever the gate's kind and scale."""
+    """Each gate, by layer and kind, normalised over heads: [tokens, heads], summing to 1 for any gate and scale."""
     for layer, pair in enumerate(gates):
         for kind, gate in zip(("read", "write"), pair or (None, None), strict=True):
             if gate is not None:
                 yield f"{layer}/{kind}", gate.flatten(0, 1) / gate.flatten(0, 1).sum(-1, keepdim=True)
 
 
-class Health:
-    """Sums of each gate's entropy and shares over tokens."""
+class GateHealth:
+    """Entropy and head shares of each gate, summed over tokens."""
 
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}
@@ -81,7 +81,7 @@ class Health:
             self.sums[name] = self.sums[name] + row if name in self.sums else row
 
     def read(self, world: World) -> Line:
-        """By gate: entropy (1 where all heads share alike, 0 where one wins every token), each head's mean share, and the dead heads."""
+        """By gate: entropy (1 if all heads share evenly, 0 if one wins every token), each head's mean share, and the dead heads."""
         line: Line = {}
         for name, row in self.sums.items():
             tokens, entropy, *share = world.sum(row).tolist()
@@ -92,6 +92,6 @@ class Health:
 
 
 def balance(gates: Gates) -> Tensor:
-    """The mean over gates of H Σ_h p_h² - 1, where p_h is the mean share of head h."""
+    """Load-balancing loss: the mean over gates of H Σ_h p_h² - 1, where p_h is the mean share of head h."""
     means: Iterable[Tensor] = (p.mean(0) for _, p in shares(gates))
     return torch.stack([p.numel() * p.square().sum() - 1 for p in means]).mean()

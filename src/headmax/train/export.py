@@ -1,4 +1,4 @@
-"""A run becomes a folder that `AutoModelForCausalLM` loads."""
+"""Exports a run to a folder that `AutoModelForCausalLM` loads."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from headmax.train.loading import has_tokenizer, is_run, load_model, load_tokeni
 
 
 def to_hf(run: Path, out: Path) -> None:
-    """Safetensors, config, tokenizer and model card of a run."""
+    """Writes safetensors, config, tokenizer and model card of a run to `out`."""
     durable.claim(out)
     if not is_run(run):
-        raise FileNotFoundError(f"{run}: no config.json and checkpoints there; give the --out folder of headmax train")
+        raise FileNotFoundError(f"{run}: not a run of headmax train; give its --out folder")
     model = load_model(run)
     tokenizer = load_tokenizer(run) if has_tokenizer(run) else None
     with durable.new_folder(out) as unfinished:

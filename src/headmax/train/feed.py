@@ -1,4 +1,4 @@
-"""The batches of this rank, read ahead in the background."""
+"""Batches of this rank, prefetched in the background."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from headmax.train.config import TrainConfig
 from headmax.train.faults import TrainingError
 from headmax.train.parallel import World
 
-AHEAD = 2
-"""How many steps are read ahead."""
+PREFETCH = 2
+"""Steps to prefetch."""
 
 
 def micro_batches(first: int, size: int, world: World, limit: int) -> list[range]:
-    """This rank's share of the samples first, ..., first + size - 1, in the fewest and most even micro-batches of at most `limit`."""
+    """This rank's share of samples first, ..., first + size - 1, in as few and as even micro-batches of at most `limit` as possible."""
     share = size // world.data_size
     start, pieces = first + world.data_rank * share, -(-share // limit)
     bounds = [start + share * n // pieces for n in range(pieces + 1)]
@@ -30,20 +30,20 @@ def micro_batches(first: int, size: int, world: World, limit: int) -> list[range
 
 
 def next_labels(batch: Batch) -> Tensor:
-    """The label of each token's next token, -100 where there is none: the first token of a sequence is not predicted."""
+    """For each token the label of the next one, or -100: the first token of a sequence is not predicted."""
     if batch.shift_labels is not None:
         return batch.shift_labels
     labels = batch.labels if batch.packing is None else batch.labels.masked_fill(batch.packing.positions == 0, IGNORED)
     return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
-def predicted(batch: Batch) -> int:
-    """How many tokens of a batch are predicted."""
+def count_targets(batch: Batch) -> int:
+    """Number of predicted tokens in a batch."""
     return int((next_labels(batch) != IGNORED).sum())
 
 
 def piece_of(batch: Batch, world: World) -> Batch:
-    """This rank's piece of each sequence; the batch itself where ranks hold whole ones."""
+    """This rank's piece of each sequence; the batch itself without context parallelism."""
     if world.context_group is None:
         return batch
     start, stop = (batch.input_ids.shape[1] * n // world.pieces for n in (world.piece, world.piece + 1))
@@ -54,26 +54,28 @@ def piece_of(batch: Batch, world: World) -> Batch:
 
 
 def to(batch: Batch, device: torch.device) -> Batch:
-    """The batch on the device; a copy out of pinned memory does not wait."""
+    """The batch on the device, copied asynchronously from pinned memory."""
     return batch.map(lambda x: x.to(device, non_blocking=True) if isinstance(x, Tensor) else x.to(device))
 
 
 class Feed:
-    """The micro-batches of one step after the other. What step s trains on depends on s and the global batch alone."""
+    """Micro-batches, step by step. The samples of a step depend only on its number and the global batch size."""
 
     def __init__(self, source: Source, config: TrainConfig, world: World) -> None:
         if config.batch_size % world.data_size:
-            sharing = world.size // world.data_size
-            shared = f" of which {sharing} share each sequence" if sharing > 1 else ""
+            processes = f"{world.size} processes"
+            if world.data_size < world.size:
+                processes += f" of which {world.size // world.data_size} share each sequence"
             raise ValueError(
-                f"batch_tokens {config.batch_tokens} is {config.batch_size} sequences: not a multiple of {world.size} processes{shared}"
+                f"batch_tokens {config.batch_tokens} is {config.batch_size} sequences: must be a multiple of {world.data_size}, "
+                f"for {processes}"
             )
         if source.length != config.sequence_length:
             raise ValueError(f"sequence_length is {config.sequence_length}, but samples have {source.length} tokens")
         self.source, self.config, self.world = source, config, world
 
     def read(self, step: int) -> list[Batch]:
-        """This rank's micro-batches of the step that follows `step` steps."""
+        """This rank's micro-batches of step `step`, counted from 0."""
         size = self.config.batch_size
         batches = []
         for indices in micro_batches(step * size, size, self.world, self.config.compute.micro_batch):
@@ -90,12 +92,12 @@ class Feed:
     def steps(self, first: int, end: int) -> Iterator[list[Batch]]:
         """The micro-batches of steps first, ..., end - 1, counted from 0."""
         with ThreadPoolExecutor(1, "headmax-feed") as reader:
-            ahead: deque[Future[list[Batch]]] = deque()
+            prefetched: deque[Future[list[Batch]]] = deque()
             try:
-                for step in range(first, end + AHEAD):
+                for step in range(first, end + PREFETCH):
                     if step < end:
-                        ahead.append(reader.submit(self.read, step))
-                    if step >= first + AHEAD:
-                        yield ahead.popleft().result()
+                        prefetched.append(reader.submit(self.read, step))
+                    if step >= first + PREFETCH:
+                        yield prefetched.popleft().result()
             finally:
                 reader.shutdown(cancel_futures=True)

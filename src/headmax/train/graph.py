@@ -1,5 +1,5 @@
-"""Forward and backward of a micro-batch as one CUDA graph, and the optimizer's step as another: a small model then takes as long as its
-kernels, not as their launches.
+"""Forward and backward of a micro-batch as one CUDA graph, and the optimizer step as another: the time of small models is then that of
+their kernels, not of launches.
 """
 
 from __future__ import annotations
@@ -13,48 +13,48 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-REHEARSALS = 2
-"""Calls before a capture, in which kernels are compiled and libraries set up."""
+WARMUP_CALLS = 2
+"""Calls before a capture, which compile kernels and initialise libraries."""
 
 
 @functools.cache
 def side_stream(device: int) -> torch.cuda.Stream:
-    """One for all captures: matrix libraries keep a workspace for every stream that they have seen."""
+    """One stream for all captures: cuBLAS keeps a workspace for every stream it has seen."""
     return torch.cuda.Stream(device)
 
 
 class Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
-    places: tuple[Tensor, ...]
+    inputs: tuple[Tensor, ...]
     output: Tensor
 
     @classmethod
-    def of(cls, function: Callable[..., Tensor], places: tuple[Tensor, ...], pool: Any) -> Captured:
+    def of(cls, function: Callable[..., Tensor], inputs: tuple[Tensor, ...], pool: Any) -> Captured:
         stream, graph = side_stream(torch.cuda.current_device()), torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream())
-        # Batches are read, and put into pinned memory, by another thread.
+        # Another thread reads batches into pinned memory meanwhile.
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            output = function(*places)
-        return cls(graph, places, output)
+            output = function(*inputs)
+        return cls(graph, inputs, output)
 
     def __call__(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        for place, x in zip(self.places, inputs, strict=True):
-            place.copy_(x)
+        for static, x in zip(self.inputs, inputs, strict=True):
+            static.copy_(x)
         self.graph.replay()
         return self.output
 
 
 class Replayed:
-    """A function of tensors that adds to the gradients of parameters and does nothing else.
+    """A function of tensors whose only side effect is to accumulate gradients of parameters, as CUDA graphs.
 
-    It is captured at its first call with inputs of such shapes: once to make gradients where there are none yet, and once to add to them.
-    Its output is overwritten by the next call.
+    One graph per input shapes creates the gradients, another accumulates into them; each is captured at its first call. The next call
+    overwrites the output.
     """
 
     def __init__(self, function: Callable[..., Tensor], parameters: Iterable[Parameter]) -> None:
         self.function, self.parameters = function, list(parameters)
         self.gradients: list[tuple[Parameter, Tensor]] = []
-        """Where all graphs have them."""
+        """The tensors all graphs write to."""
         self.captured: dict[tuple[bool, tuple[torch.Size, ...]], Captured] = {}
         self.pool = torch.cuda.graph_pool_handle()
 
@@ -64,52 +64,52 @@ class Replayed:
         if kind not in self.captured:
             self.captured[kind] = self.capture(inputs, first)
         output = self.captured[kind](inputs)
-        self.lend()
+        self.attach()
         return output
 
     def capture(self, inputs: tuple[Tensor, ...], first: bool) -> Captured:
-        """The gradients' numbers stay as they are."""
-        places = tuple(x.clone() for x in inputs)
+        """Leaves the values of the gradients unchanged."""
+        static = tuple(x.clone() for x in inputs)
         stream = side_stream(torch.cuda.current_device())
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(REHEARSALS):
-                self.drop()
-                self.function(*places)
+            for _ in range(WARMUP_CALLS):
+                self.detach()
+                self.function(*static)
         torch.cuda.current_stream().wait_stream(stream)
-        self.drop()
+        self.detach()
         if not first:
-            self.lend()
-        captured = Captured.of(self.whole if first else self.function, places, self.pool)
-        self.drop()
+            self.attach()
+        captured = Captured.of(self.create_gradients if first else self.function, static, self.pool)
+        self.detach()
         return captured
 
-    def whole(self, *places: Tensor) -> Tensor:
-        """Gradients that the first graph has made are where they are; those of other shapes are copied there."""
-        output = self.function(*places)
-        made = [(p, p.grad) for p in self.parameters if p.grad is not None]
+    def create_gradients(self, *static: Tensor) -> Tensor:
+        """The first graph's gradients become `gradients`; graphs of other input shapes copy theirs there."""
+        output = self.function(*static)
+        created = [(p, p.grad) for p in self.parameters if p.grad is not None]
         if not self.gradients:
-            self.gradients = made
+            self.gradients = created
         else:
-            assert [id(p) for p, _ in self.gradients] == [id(p) for p, _ in made]
-            torch._foreach_copy_([gradient for _, gradient in self.gradients], [gradient for _, gradient in made])
+            assert [id(p) for p, _ in self.gradients] == [id(p) for p, _ in created]
+            torch._foreach_copy_([gradient for _, gradient in self.gradients], [gradient for _, gradient in created])
         return output
 
-    def lend(self) -> None:
-        """The places that graphs have gradients at become the parameters', until somebody drops them."""
-        self.drop()
+    def attach(self) -> None:
+        """Makes `gradients` the parameters' gradients."""
+        self.detach()
         for p, gradient in self.gradients:
             p.grad = gradient
 
-    def drop(self) -> None:
+    def detach(self) -> None:
         for p in self.parameters:
             p.grad = None
 
 
 class ReplayedUpdate:
-    """A function of numbers on the device that steps an optimizer by the gradients of `replayed`, and drops them, at the end.
+    """A function of scalars on the device that ends with an optimizer step on the gradients of `replayed`, as a CUDA graph.
 
-    The first calls are made as they are, which sets up the optimizer's state. Its output is overwritten by the next call.
+    The first calls run eagerly and initialise the optimizer's state. The next call overwrites the output.
     """
 
     def __init__(self, function: Callable[..., Tensor], optimizer: Optimizer, replayed: Replayed) -> None:
@@ -117,23 +117,23 @@ class ReplayedUpdate:
         self.calls = 0
         self.captured: Captured | None = None
 
-    def __call__(self, *numbers: Tensor) -> Tensor:
+    def __call__(self, *scalars: Tensor) -> Tensor:
         self.calls += 1
-        if self.calls <= REHEARSALS:
-            return self.function(*numbers)
+        if self.calls <= WARMUP_CALLS:
+            return self.function(*scalars)
         if self.captured is None:
-            self.captured = self.capture(numbers)
-        output = self.captured(numbers)
-        self.replayed.drop()
+            self.captured = self.capture(scalars)
+        output = self.captured(scalars)
+        self.replayed.detach()
         return output
 
-    def capture(self, numbers: tuple[Tensor, ...]) -> Captured:
-        """The optimizer's settings stay as they are."""
+    def capture(self, scalars: tuple[Tensor, ...]) -> Captured:
+        """Leaves the optimizer's settings unchanged."""
         groups = self.optimizer.param_groups
-        before = [dict(group) for group in groups]
+        saved = [dict(group) for group in groups]
         for group in groups:
             group["capturable"] = True
-        captured = Captured.of(self.function, tuple(x.clone() for x in numbers), self.replayed.pool)
-        for group, old in zip(groups, before, strict=True):
+        captured = Captured.of(self.function, tuple(x.clone() for x in scalars), self.replayed.pool)
+        for group, old in zip(groups, saved, strict=True):
             group.update(old)
         return captured

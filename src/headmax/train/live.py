@@ -1,4 +1,4 @@
-"""What a run shows while it trains: one live line on a terminal, a printed one now and then elsewhere."""
+"""Progress of a training run: a live line on a terminal, printed lines elsewhere."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ class Live:
         self.progress.stop()
 
     def __call__(self, line: Line) -> None:
-        text = describe(line, self.steps)
-        self.progress.start()  # once there is something to show, and so on the first rank alone
+        text = format_line(line, self.steps)
+        self.progress.start()  # only now, as lines reach the first rank alone
         self.progress.update(self.bar, completed=line["step"], text=text)
-        due = line["step"] % self.print_every == 0 or line["step"] in (1, self.steps)
-        if not self.console.is_terminal and due:
+        print_now = line["step"] % self.print_every == 0 or line["step"] in (1, self.steps)
+        if not self.console.is_terminal and print_now:
             self.console.print(f"step {line['step']}/{self.steps}  {text}", highlight=False, soft_wrap=True)
         if line["skipped"]:
-            self.console.print(f"step {line['step']}: the loss or the gradient is not finite; skipped", highlight=False)
+            self.console.print(f"step {line['step']}: skipped, as the loss or the gradient is not finite", highlight=False)
         if "validation" in line:
             numbers = "  ".join(f"{name} {value:.4f}" for name, value in line["validation"].items())
             self.console.print(f"step {line['step']}  validation {numbers}", highlight=False)
-        for gate, found in line.get("gates", {}).items():
-            if found["dead"]:
-                self.console.print(f"step {line['step']}  {gate} gate: dead heads {found['dead']}", highlight=False)
+        for gate, health in line.get("gates", {}).items():
+            if health["dead"]:
+                self.console.print(f"step {line['step']}  {gate} gate: dead heads {health['dead']}", highlight=False)
 
 
-def describe(line: Line, steps: int) -> str:
+def format_line(line: Line, steps: int) -> str:
     left = timedelta(seconds=round((steps - line["step"]) * line["seconds"]))
     parts = [f"loss {line['loss']:.4f}", f"{line['tokens_per_s']:,.0f} tokens/s"]
     parts += [f"MFU {line['mfu']:.1%}"] if "mfu" in line else []

@@ -24,14 +24,14 @@ CONFIG, GENERATION, CHECKPOINTS = "config.json", "generation_config.json", "chec
 CHAT_TEMPLATE = "chat_template.jinja"
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*")
 HUB_FILES = [CONFIG, GENERATION, "*.safetensors", "*.safetensors.index.json", *TOKENIZER]
-"""All that is fetched from the hub: no code and no pickles."""
+"""Files fetched from the hub: no code and no pickles."""
 HUB_NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 RUN_FIELDS = {"model", "train", "data"}
-"""What the config.json of a run holds."""
+"""Fields of a run's config.json."""
 
 
 def find_source(source: str | Path) -> Path:
-    """The folder of a source; a hub name `owner/name` or `owner/name@revision` that is no path here is downloaded."""
+    """The folder of a source; `owner/name` or `owner/name@revision`, unless it is a local path, is downloaded from the hub."""
     folder, named = Path(source), HUB_NAME.fullmatch(str(source))
     if folder.exists() or named is None:
         return folder
@@ -45,7 +45,7 @@ def find_source(source: str | Path) -> Path:
 
 
 def is_run(source: str | Path) -> bool:
-    """Whether `headmax train` wrote there: its config.json, or the checkpoints it makes room for before that."""
+    """Whether `headmax train` wrote the folder: it has a run's config.json or, earlier, the folder for checkpoints."""
     path = Path(source) / CONFIG
     if not path.is_file():
         return (path.parent / CHECKPOINTS).is_dir()
@@ -56,26 +56,26 @@ def is_run(source: str | Path) -> bool:
 
 
 def is_model(folder: Path) -> bool:
-    """Whether its config.json is that of a headmax model."""
+    """Whether the folder's config.json is that of a headmax model."""
     return (folder / CONFIG).is_file() and durable.read_json(folder / CONFIG).get("model_type") == HeadmaxConfig.model_type
 
 
 def load_config(source: str | Path) -> HeadmaxConfig:
-    """Of a checkpoint; what is none, or another's, is refused in one line."""
+    """The configuration of a checkpoint; an error for anything but a headmax model."""
     path = find_source(source) / CONFIG
     if not path.is_file():
         raise FileNotFoundError(f"{source}: no config.json there; give a folder that save_pretrained wrote, or a run of headmax train")
     fields = durable.read_json(path)
     fields = fields["model"] if set(fields) >= RUN_FIELDS else fields
     if not isinstance(fields, dict):
-        raise ValueError(f"{path}: its model must be a JSON object, got {fields!r}")
+        raise ValueError(f"{path}: model must be a JSON object, got {fields!r}")
     if (kind := fields.get("model_type")) != HeadmaxConfig.model_type:
         raise ValueError(f"{source}: model_type is {kind!r}, not a headmax model; see `headmax convert`")
     return parse_config(fields, path)
 
 
 def load_model(source: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> HeadmaxForCausalLM:
-    """The model of a checkpoint, whole or not at all; bfloat16 on a GPU and float32 on a CPU unless given."""
+    """The model of a checkpoint, whose tensors must all be there; bfloat16 on a GPU and float32 on a CPU, unless given."""
     folder, config = find_source(source), load_config(source)
     dtype = dtype or (torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32)
     run = is_run(folder)
@@ -83,9 +83,10 @@ def load_model(source: str | Path, device: str | torch.device = "cpu", dtype: to
     config.dtype = dtype
     with torch.device("meta"):
         model = HeadmaxForCausalLM(config)
-    model.load_state_dict({name: x.to(device, dtype) for name, x in weights.items()}, strict=False, assign=True)  # the names are checked
+    # Not strict, as tied weights may be stored once; _check has compared the names.
+    model.load_state_dict({name: x.to(device, dtype) for name, x in weights.items()}, strict=False, assign=True)
     model.tie_weights()
-    if run:  # in the data nothing ends a document but the first token of the next
+    if run:  # in training data a document ends where the first token of the next begins
         model.generation_config.eos_token_id = [x for x in (config.bos_token_id, config.eos_token_id) if in_vocabulary(x, config)] or None
     elif (folder / GENERATION).is_file():
         model.generation_config = _generation(folder / GENERATION, config)
@@ -98,15 +99,15 @@ def _weights_of_folder(folder: Path, config: HeadmaxConfig) -> dict[str, Tensor]
 
 
 def _weights_of_run(run: Path, config: HeadmaxConfig) -> dict[str, Tensor]:
-    """Of the newest whole checkpoint; the run may be going on."""
+    """Weights of the newest intact checkpoint; the run may still be training."""
     newest, _ = checkpoint.newest(run / CHECKPOINTS)
     if newest is None:
-        raise ValueError(f"{run}: no whole checkpoint there yet")
-    shapes = checkpoint.shapes(newest, "model")
+        raise ValueError(f"{run}: no complete checkpoint yet; wait for the first one (--checkpoint-every)")
+    shapes = checkpoint.tensor_shapes(newest, "model")
     _check(newest, shapes, config)
     weights = {name: torch.empty(shape) for name, shape in shapes.items()}
-    checkpoint.load(newest, {"model": weights}, alone=True)
-    logger.info("%s: the model of step %d", run, checkpoint.step_of(newest))
+    checkpoint.load(newest, {"model": weights}, single_process=True)
+    logger.info("%s: loaded the model of step %d", run, checkpoint.step_of(newest))
     return weights
 
 
@@ -121,7 +122,7 @@ def _generation(path: Path, config: HeadmaxConfig) -> GenerationConfig:
     fields = durable.read_json(path)
     ends = fields.get("eos_token_id")
     if not all(in_vocabulary(end, config) for end in (ends if isinstance(ends, list) else [] if ends is None else [ends])):
-        raise ValueError(f"{path}: eos_token_id must be one or more tokens of a vocabulary of {config.vocab_size}, got {ends!r}")
+        raise ValueError(f"{path}: eos_token_id must be one or more ids below vocab_size {config.vocab_size}, got {ends!r}")
     try:
         return GenerationConfig.from_dict(fields)
     except (TypeError, ValueError, AttributeError) as error:
@@ -133,7 +134,7 @@ def in_vocabulary(token: object, config: HeadmaxConfig) -> TypeGuard[int]:
 
 
 def has_tokenizer(source: str | Path) -> bool:
-    """Whether there are a tokenizer's files, readable or not."""
+    """Whether the source has files of a tokenizer, readable or not."""
     return any(any(find_source(source).glob(pattern)) for pattern in TOKENIZER)
 
 
@@ -143,11 +144,11 @@ def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> An
     try:
         if is_run(folder) and has_tokenizer(folder):
             return run_tokenizer(folder / "tokenizer.json", load_config(folder))
-        ours = {"config": load_config(folder)} if is_model(folder) else {}  # transformers would read all of config.json
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code, **ours)
-        encode_text(tokenizer, "a")  # some settings are looked at only then
+        config = {"config": load_config(folder)} if is_model(folder) else {}  # else transformers parses config.json itself
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code, **config)
+        encode_text(tokenizer, "a")  # some settings are only checked when encoding
         return tokenizer
-    except Exception as error:  # such as plain Exception for a tokenizer.json that is none
+    except Exception as error:  # a malformed tokenizer.json raises plain Exception
         reason = f" ({' '.join(str(error).split())[:200]})" if has_tokenizer(folder) else ""
         raise ValueError(
             f"{source}: no tokenizer there that transformers can load{reason}; put tokenizer.json and tokenizer_config.json beside the "
@@ -156,7 +157,7 @@ def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> An
 
 
 def run_tokenizer(file: Path, config: HeadmaxConfig) -> PreTrainedTokenizerFast:
-    """A tokenizer.json, with the beginning and end of text that a model's configuration names."""
+    """The tokenizer of a tokenizer.json, with the special tokens of a model's configuration."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(file))

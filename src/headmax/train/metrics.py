@@ -1,4 +1,4 @@
-"""The numbers of a run: one JSON line a step, trackers beside it, and a summary at the end."""
+"""Metrics of a run: a JSON line per step, optional trackers, and a summary at the end."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ STABILITY = {
     "loss_spikes": f"steps whose loss is more than {SPIKE:g} standard deviations above the mean of the {WINDOW} steps before",
     "gradient_peaks": f"steps whose gradient norm is more than {PEAK:g} times the median of the {WINDOW} steps before",
 }
-"""What is counted; the first WINDOW steps are not judged, and skipped steps are counted by themselves."""
+"""Definitions of the counts. The first WINDOW steps are not checked; skipped steps are counted separately."""
 
 Line = dict[str, Any]
-NUMBERS: dict[str, Any] = {
+REQUIRED: dict[str, Any] = {
     **dict.fromkeys(("step", "tokens"), int),
     **dict.fromkeys(("seconds", "tokens_per_s"), float),
     **dict.fromkeys(("loss", "grad_norm"), float | None),
     "skipped": bool,
 }
-"""What every line has."""
-MEASURED: dict[str, Any] = {"validation": dict[str, float | None], "gates": dict[str, dict[str, Any]]}
-"""What some have."""
+"""Fields of every line."""
+OPTIONAL: dict[str, Any] = {"validation": dict[str, float | None], "gates": dict[str, dict[str, Any]]}
+"""Fields of steps with an evaluation."""
 SUMMARY: dict[str, Any] = {
     **dict.fromkeys(("steps", "tokens"), int),
     **dict.fromkeys(("date", "device", "commit"), str),
@@ -42,11 +42,11 @@ SUMMARY: dict[str, Any] = {
     "skipped_steps": list[int],
     "stability": dict[str, dict[str, Any]],
 }
-"""What every summary.json has."""
+"""Fields of every summary.json."""
 
 
 class Log:
-    """RUN/metrics.jsonl, continued after step `after`: later lines, of steps that will be taken again, are dropped."""
+    """RUN/metrics.jsonl, continued after step `after`: later lines are dropped, as these steps will run again."""
 
     def __init__(self, folder: Path, config: LogConfig, after: int) -> None:
         self.folder, self.path = folder, folder / "metrics.jsonl"
@@ -63,7 +63,7 @@ class Log:
             tracker.write(line["step"], dict(scalars(line)))
 
     def sync(self) -> None:
-        """To the disk, so that a checkpoint never knows more than the file."""
+        """Flushes to disk, so that a checkpoint is never ahead of the file."""
         durable.sync(self.file)
 
     def close(self) -> None:
@@ -94,9 +94,9 @@ class Wandb:
             import wandb
         except ImportError as error:
             raise ValueError("--log.wandb needs wandb: pip install wandb") from error
-        whole = folder.resolve()  # one run per folder: others may have the same name elsewhere
-        number = hashlib.sha256(str(whole).encode()).hexdigest()[:16]
-        self.run = wandb.init(project=project, name=whole.name, id=number, dir=folder, resume="allow")
+        path = folder.resolve()  # one run per folder: elsewhere another may have the same name
+        run_id = hashlib.sha256(str(path).encode()).hexdigest()[:16]
+        self.run = wandb.init(project=project, name=path.name, id=run_id, dir=folder, resume="allow")
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         self.run.log(dict(numbers), step=step)
@@ -106,7 +106,7 @@ class Wandb:
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """The lines of a metrics file, up to one that a killed process left unfinished."""
+    """The complete lines of a metrics file; a killed process may have left an incomplete last one."""
     if not path.exists():
         return
     for number, text in enumerate(durable.read_text(path).splitlines(keepends=True), 1):
@@ -114,14 +114,14 @@ def read_lines(path: Path) -> Iterator[Line]:
             return
         try:
             line = durable.parse_json(text)
-            fields.check(line, NUMBERS | MEASURED, set(NUMBERS), others=True)
+            fields.check(line, REQUIRED | OPTIONAL, set(REQUIRED), allow_unknown=True)
         except ValueError as error:
             raise ValueError(f"{path}:{number}: not a line of metrics: {error}") from error
         yield line
 
 
 def finite(value: Any) -> Any:
-    """`value` as JSON can hold it: NaN and Inf become null."""
+    """`value` with NaN and Inf replaced by null, which JSON can represent."""
     if isinstance(value, Mapping):
         return {name: finite(x) for name, x in value.items()}
     if isinstance(value, list):
@@ -130,7 +130,7 @@ def finite(value: Any) -> Any:
 
 
 def scalars(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
-    """The numbers of a line by name, as trackers want them: gates/3/read/entropy."""
+    """The numbers of a line, by names for trackers such as gates/3/read/entropy."""
     if isinstance(value, Mapping):
         for part, x in value.items():
             yield from scalars(x, f"{name}/{part}" if name else part)
@@ -139,7 +139,7 @@ def scalars(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
 
 
 def stability(lines: Sequence[Line]) -> dict[str, list[int]]:
-    """The steps that `STABILITY` names."""
+    """The steps that match each definition of `STABILITY`."""
     taken = [line for line in lines if not line["skipped"]]
     if len(taken) <= WINDOW:
         return {name: [] for name in STABILITY}
@@ -151,17 +151,17 @@ def stability(lines: Sequence[Line]) -> dict[str, list[int]]:
 
 
 def summarize(folder: Path, device: torch.device) -> Line:
-    """RUN/summary.json out of RUN/metrics.jsonl, with the device and the commit it was made on."""
+    """Writes RUN/summary.json from RUN/metrics.jsonl, with device and commit."""
     recorder = Recorder("training", device)
     lines = list(read_lines(folder / "metrics.jsonl"))
     steps = stability(lines)
-    measured = [line["validation"] for line in lines if "validation" in line]
+    validations = [line["validation"] for line in lines if "validation" in line]
     speeds = [line["tokens_per_s"] for line in lines]
     summary: Line = {
         "steps": lines[-1]["step"] if lines else 0,
         "tokens": lines[-1]["tokens"] if lines else 0,
         "loss": lines[-1]["loss"] if lines else None,
-        "validation": measured[-1] if measured else None,
+        "validation": validations[-1] if validations else None,
         "tokens_per_s": statistics.median(speeds) if speeds else None,
         "skipped_steps": [line["step"] for line in lines if line["skipped"]],
         "stability": {name: {"count": len(steps[name]), "steps": steps[name], "definition": text} for name, text in STABILITY.items()},
@@ -175,7 +175,7 @@ def summarize(folder: Path, device: torch.device) -> Line:
 
 @functools.cache
 def matmul_rate(device: torch.device) -> float | None:
-    """FLOP/s of a large bfloat16 product on this GPU, which a model's FLOPs are held against; None for a CPU."""
+    """FLOP/s of a large bfloat16 product on this GPU, the reference for MFU; None on a CPU."""
     if device.type != "cuda":
         return None
     from torch.utils.benchmark import Timer
@@ -188,7 +188,7 @@ def matmul_rate(device: torch.device) -> float | None:
 
 
 def memory(device: torch.device) -> int:
-    """Bytes this process has held at most, on the GPU if it has one."""
+    """Peak memory of this process in bytes, on the GPU if it has one."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     import resource

@@ -1,4 +1,4 @@
-"""AdamW, Muon beside it, and the learning rate."""
+"""AdamW, Muon, gradient clipping and the learning rate."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from headmax.models import HeadmaxForCausalLM
 from headmax.train.config import OptimConfig, TrainConfig
 
 
-def whole(x: Tensor) -> Tensor:
-    """A tensor that is shared out, put together."""
+def full_tensor(x: Tensor) -> Tensor:
+    """A DTensor gathered from all ranks; any other tensor as it is."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def by_kind(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Those that are shared out, by the ranks that share them, and whole ones: PyTorch's kernels for many tensors take one kind at once."""
-    kinds: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+def group_by_mesh(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Parameters grouped by device mesh, plain tensors separately: PyTorch's multi-tensor kernels cannot mix them."""
+    groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for p in parameters:
-        kinds.setdefault(p.device_mesh if isinstance(p, DTensor) else None, []).append(p)
-    return list(kinds.values())
+        groups.setdefault(p.device_mesh if isinstance(p, DTensor) else None, []).append(p)
+    return list(groups.values())
 
 
 class Adam(AdamW):
-    """AdamW whose groups may hold both kinds of parameters, so that they are the same in every checkpoint."""
+    """AdamW whose groups may mix DTensors and plain tensors, so that checkpoints have the same groups on any number of ranks."""
 
     def step(self, closure: Any = None) -> Any:
         groups = self.param_groups
-        self.param_groups = [group | {"params": part} for group in groups for part in by_kind(group["params"])]
+        self.param_groups = [group | {"params": part} for group in groups for part in group_by_mesh(group["params"])]
         try:
             return super().step(closure)
         finally:
@@ -42,15 +42,15 @@ class Adam(AdamW):
 
 
 class AdamWithMuon(Adam):
-    """AdamW, but for the groups with a momentum, which are Muon's: one optimizer, with one state."""
+    """Muon for the groups with a momentum, AdamW for the others: one optimizer with one state."""
 
     def __init__(self, groups: list[dict[str, Any]], **options: Any) -> None:
         super().__init__(groups, **options)
-        its = [{name: group[name] for name in ("params", "weight_decay", "momentum")} for group in groups if "momentum" in group]
-        self.muon = Muon(its, lr=options["lr"], adjust_lr_fn="match_rms_adamw")  # so that one learning rate serves both
+        muon_groups = [{name: group[name] for name in ("params", "weight_decay", "momentum")} for group in groups if "momentum" in group]
+        self.muon = Muon(muon_groups, lr=options["lr"], adjust_lr_fn="match_rms_adamw")  # one learning rate serves both
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """As any optimizer: AdamW would look for its own in the state of Muon's parameters."""
+        """Skips AdamW's own, which expects AdamW's state for Muon's parameters too."""
         Optimizer.__setstate__(self, state)
 
     def step(self, closure: Any = None) -> Any:
@@ -60,19 +60,21 @@ class AdamWithMuon(Adam):
             super().step(closure)
         finally:
             self.param_groups = groups
-        skip = getattr(self, "found_inf", None)  # AdamW reads it on the device, Muon knows nothing of it
+        skip = getattr(self, "found_inf", None)  # AdamW reads it on the device; Muon does not support it
         if skip is None or not skip.item():
             self.muon.state = self.state
-            for its, group in zip(self.muon.param_groups, (group for group in groups if "momentum" in group), strict=True):
-                its |= {"params": group["params"], "lr": group["lr"]}
+            for muon_group, group in zip(self.muon.param_groups, (group for group in groups if "momentum" in group), strict=True):
+                muon_group |= {"params": group["params"], "lr": group["lr"]}
             self.muon.step()
 
 
 def build_optimizer(model: HeadmaxForCausalLM, config: OptimConfig) -> AdamW:
-    """AdamW, or Muon for the projections of blocks and AdamW for the rest. Weight decay is on matrices alone: norms, A_log, dt_bias and
-    biases have fewer than two dimensions."""
+    """AdamW, or Muon for the projections of blocks and AdamW for the rest.
+
+    Weight decay applies to matrices only: norms, A_log, dt_bias and biases have fewer than two dimensions.
+    """
     matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
-    others = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
+    vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
     options: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps, "fused": True}
     projections: list[nn.Parameter] = []
     if config.name == "muon":
@@ -81,7 +83,7 @@ def build_optimizer(model: HeadmaxForCausalLM, config: OptimConfig) -> AdamW:
         matrices = [p for p in matrices if id(p) not in linear]
     groups: list[dict[str, Any]] = [
         {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": others, "weight_decay": 0.0},
+        {"params": vectors, "weight_decay": 0.0},
         {"params": projections, "weight_decay": config.weight_decay, "momentum": config.momentum},
     ]
     groups = [group for group in groups if group["params"]]
@@ -89,7 +91,7 @@ def build_optimizer(model: HeadmaxForCausalLM, config: OptimConfig) -> AdamW:
 
 
 def learning_rate(config: TrainConfig, tokens: int) -> float:
-    """The learning rate after so many tokens: from start_lr up a line to lr, then down half a cosine, or at the end a line, to final_lr."""
+    """The learning rate after `tokens`: linear warm-up from start_lr to lr, then cosine decay, or at the end linear decay, to final_lr."""
     schedule, peak = config.schedule, config.optim.lr
     if tokens < schedule.warmup_tokens:
         return schedule.start_lr + (peak - schedule.start_lr) * tokens / schedule.warmup_tokens
@@ -102,9 +104,9 @@ def learning_rate(config: TrainConfig, tokens: int) -> float:
 
 
 def clip(model: nn.Module, limit: float) -> Tensor:
-    """Scales the gradients down to a norm of at most `limit`, over all parameters and ranks; the norm before that."""
-    parts = by_kind([p for p in model.parameters() if p.grad is not None])
-    norms = [whole(get_total_norm([p.grad for p in part if p.grad is not None])) for part in parts]
+    """Clips the gradient norm, over all parameters and ranks, to `limit`; returns the norm before clipping."""
+    parts = group_by_mesh([p for p in model.parameters() if p.grad is not None])
+    norms = [full_tensor(get_total_norm([p.grad for p in part if p.grad is not None])) for part in parts]
     norm = norms[0] if len(norms) == 1 else get_total_norm(norms)
     for part in parts:
         clip_grads_with_norm_(part, limit, norm)
@@ -112,7 +114,7 @@ def clip(model: nn.Module, limit: float) -> Tensor:
 
 
 def step_unless(optimizer: AdamW, skip: Tensor, lr: float | Tensor) -> None:
-    """One step at this learning rate, none where `skip` is 1.0: decided on the device, as GradScaler does, so that nothing waits."""
+    """One step at this learning rate, unless `skip` is 1.0: decided on the device, as by GradScaler, so that nothing waits."""
     before = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -120,4 +122,4 @@ def step_unless(optimizer: AdamW, skip: Tensor, lr: float | Tensor) -> None:
     optimizer.step()
     optimizer.zero_grad()
     for group, old in zip(optimizer.param_groups, before, strict=True):
-        group["lr"] = old  # in a checkpoint a number
+        group["lr"] = old  # checkpoints store a number, not a tensor

@@ -1,7 +1,7 @@
-"""Reading torch.distributed.checkpoint's files as data: whoever wrote them, nothing in them is executed.
+"""Reads torch.distributed.checkpoint's files without executing anything in them, so that untrusted checkpoints are safe.
 
-Both its index (`.metadata`) and its plain values are pickles, which can name any function to call. A checkpoint's manifest does not
-help: who writes the one can write the other.
+Both its index (`.metadata`) and its non-tensor values are pickles, which can call any function. Checksums in the manifest do not help:
+whoever wrote the checkpoint wrote them too.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ ALLOWED = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
 }
-"""All that an index is made of, beside the dtypes of torch."""
+"""Classes of an index; dtypes of torch are allowed too."""
 
 
 class Unpickler(pickle.Unpickler):
-    """Knows the classes of an index and no others."""
+    """Loads only the classes of an index."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which has no place there")
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which is not allowed")
 
 
 class Reader(dcp.FileSystemReader):
-    """A FileSystemReader whose index is read by `Unpickler`; tensors are loaded with weights_only=True as they are."""
+    """A FileSystemReader that reads the index with `Unpickler`; it already loads tensors with weights_only=True."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         path = Path(self._get_metadata_path(kwargs.get("rank")))
         try:
             metadata = Unpickler(io.BytesIO(path.read_bytes())).load()
             if not isinstance(metadata, Metadata):
-                raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}, not Metadata")
+                raise pickle.UnpicklingError(f"it contains a {type(metadata).__name__}, not Metadata")
             outside = {info.relative_path for info in metadata.storage_data.values()} - {file.name for file in path.parent.iterdir()}
             if outside:
                 raise pickle.UnpicklingError(f"it points to {sorted(outside)[0]}, which is not in the folder")
         except (OSError, MemoryError):
             raise
-        except Exception as error:  # garbage makes an unpickler raise almost anything
+        except Exception as error:  # malformed pickles raise almost anything
             raise ValueError(f"{path}: not the index of a checkpoint: {error}") from error
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
@@ -61,7 +61,7 @@ class Reader(dcp.FileSystemReader):
 
 
 class Planner(DefaultLoadPlanner):
-    """A DefaultLoadPlanner that takes numbers, strings, lists and tensors from a checkpoint; torch's own would unpickle anything."""
+    """A DefaultLoadPlanner that loads numbers, strings, lists and tensors only; torch's own unpickles anything."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         plain = io.BytesIO()
