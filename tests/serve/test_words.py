@@ -10,6 +10,8 @@ from transformers import PreTrainedTokenizerFast
 from headmax.data.tokenizer import mistral
 from headmax.serve.chat import Chat
 from headmax.serve.errors import ApiError, to_json
+from headmax.serve.job import NewToken
+from headmax.serve.reply import Continuation, More, Reply
 from headmax.serve.words import Words
 from tests.generate.checkpoint import make_tokenizer
 
@@ -91,6 +93,25 @@ def test_tokens_have_names_and_bytes() -> None:
     llama = Words(PreTrainedTokenizerFast(tokenizer_object=loaded.tokenizer))
     assert llama.letters is None
     assert llama.token(3 + 0xC3) == ("bytes:\\xc3", [0xC3])
+    ids = llama.encoder("see the sea  é</s>")["input_ids"]
+    names = [llama.token(token)[0] for token in ids]
+    assert names[:4] == ["<s>", " see", " the", " sea"], "with their spaces, so that no two are alike"
+    assert "".join(names) == "<s> see the sea  é</s>"
+
+
+def test_offsets_are_those_of_the_text() -> None:
+    """Of an echoed prompt too, whose first space and control tokens are not in its text."""
+    pytest.importorskip("mistral_common")
+    for words in (Words(PreTrainedTokenizerFast(tokenizer_object=mistral().tokenizer)), Words(make_tokenizer())):
+        ids = words.encoder("see é the 🦜 sea")["input_ids"]
+        text = words.decode(ids)
+        choice = Continuation(0, words, (), ids, text)
+        reply = Reply("tiny", words, [choice], logprobs=0, more=More())
+        choice.scores = [NewToken(0, token, None, None) for token in ids]
+        told = reply.whole()["choices"][0]["logprobs"]
+        for name, offset in zip(told["tokens"], told["text_offset"], strict=True):
+            assert name == "<s>" or name.startswith("bytes:") or text[offset:].startswith(name if offset else name.strip())
+        assert told["text_offset"][-1] == text.rindex(told["tokens"][-1])
 
 
 def test_all_bytes_have_a_letter() -> None:

@@ -57,7 +57,7 @@ class PrefixCache:
         self.folder = folder
         self.on_disk: dict[str, Node] = {}
         self.counts: Counter[str] = Counter()
-        """Of hits, misses, stores, evictions and reads of the folder that failed."""
+        """Those of `headmax.serve.metrics.COUNTS`."""
         for tokens in [] if folder is None else folder.scan():
             if len(tokens) % chunk == 0:
                 self._mark_saved(self.tree.grow(torch.from_numpy(tokens)))
@@ -89,7 +89,7 @@ class PrefixCache:
             states = _moved(promise.result(), self.tiers[0].device)
         except Exception as error:  # a file that has gone or is damaged is a miss
             logger.warning("prefix folder: %s", " ".join(str(error).split())[:200])
-            self.counts["failed"] += 1
+            self.counts["failed_reads"] += 1
             self._lose(node)
             return None
         if node.states is None and node.saved:  # else it has been forgotten meanwhile

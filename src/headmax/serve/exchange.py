@@ -92,7 +92,7 @@ class Exchange:
             self.cancel()
             await end(collecting, leaving)
 
-    async def chunks(self, usage: bool) -> AsyncIterator[bytes]:
+    async def chunks(self) -> AsyncIterator[bytes]:
         """The events of a stream, an error as the last one."""
         deadline = asyncio.get_running_loop().time() + self.timeout
         try:
@@ -107,7 +107,7 @@ class Exchange:
                 news = [made for choice in self.reply.choices if (made := self.reply.chunk(choice)) is not None]
                 if news:
                     yield b"".join(map(sse, news))
-            if usage:
+            if self.reply.more.usage:
                 yield sse(self.reply.usage_chunk())
             yield b"data: [DONE]\n\n"
         except ApiError as error:
@@ -119,15 +119,15 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, exchange: Exchange, usage: bool) -> None:
+    def __init__(self, exchange: Exchange) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self.exchange, self.usage = exchange, usage
+        self.exchange = exchange
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def tell() -> None:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            async with contextlib.aclosing(self.exchange.chunks(self.usage)) as chunks:  # type: ignore[type-var]
+            async with contextlib.aclosing(self.exchange.chunks()) as chunks:  # type: ignore[type-var]
                 async for chunk in chunks:
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
             await send({"type": "http.response.body", "body": b""})

@@ -50,7 +50,8 @@ def document(name: str) -> dict[str, Any]:
     except PackageNotFoundError:  # run from its source
         number = "unknown"
     components = {"schemas": {**schemas["$defs"], "Error": ERROR}, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}
-    return {"openapi": "3.1.0", "info": {"title": f"headmax serve: {name}", "version": number}, "paths": paths, "components": components}
+    info = {"title": f"headmax serve: {name}", "version": number}
+    return {"openapi": "3.1.0", "info": info, "security": [{"key": []}, {}], "paths": paths, "components": components}
 
 
 def _json(name: str) -> dict[str, Any]:

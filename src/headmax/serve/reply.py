@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import time
 import uuid
 from collections.abc import Iterable, Sequence
@@ -16,10 +17,12 @@ LEAST = -9999.0
 
 
 class More(NamedTuple):
-    """What else to tell of each choice."""
+    """What else to tell of each choice, and in each event of a stream."""
 
     token_ids: bool = False
     gates: bool = False
+    usage: bool = False
+    """A stream's last event counts tokens, and all others have null there."""
 
 
 class News(NamedTuple):
@@ -35,11 +38,11 @@ class News(NamedTuple):
 class Continuation:
     """One choice: its tokens and text so far, and how much of them has been told."""
 
-    def __init__(self, index: int, words: Words | None, stops: Sequence[str], start: str = "") -> None:
-        """`start` is what the text begins with: the prompt, where that is echoed."""
+    def __init__(self, index: int, words: Words | None, stops: Sequence[str], prompt: Sequence[int], start: str = "") -> None:
+        """`start` is what the text begins with: the `prompt`, where that is echoed."""
         self.index = index
-        self.stream = None if words is None else words.stream(stops)
-        self.text = start
+        self.stream = None if words is None else words.stream(stops, prompt)
+        self.text, self.echoed = start, bool(start)
         self.tokens: list[int] = []
         self.scores: list[NewToken] = []
         self.gates: list[Gates] = []
@@ -47,6 +50,8 @@ class Continuation:
         self.finish: str | None = None
         self.told = (0, 0, 0)
         self.offset = 0
+        """Characters of the text before the next token that is told."""
+        self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self.closed = False
         """Whether the end has been told."""
 
@@ -114,10 +119,14 @@ class Reply:
         if not (ended or news.text or scored or named or news.gates):
             return None
         choice.closed = choice.finish is not None
-        return {**self.head, "object": self.chunk_object, "choices": [self._part(choice, news)]}
+        return self._event(self._part(choice, news))
 
     def usage_chunk(self) -> dict[str, Any]:
-        return {**self.head, "object": self.chunk_object, "choices": [], "usage": self.usage()}
+        return self._event() | {"usage": self.usage()}
+
+    def _event(self, *choices: dict[str, Any]) -> dict[str, Any]:
+        event = {**self.head, "object": self.chunk_object, "choices": choices}
+        return event | ({"usage": None} if self.more.usage else {})
 
     def _choice(self, choice: Continuation, news: News) -> dict[str, Any]:
         """Of a whole reply."""
@@ -136,10 +145,7 @@ class Reply:
     def _logprobs(self, choice: Continuation, scores: list[NewToken]) -> dict[str, Any]:
         """Of completions: lists side by side."""
         names = [self._name(score.token) for score in scores]
-        offsets = []
-        for name in names:
-            offsets.append(choice.offset)
-            choice.offset += len(name)
+        offsets = [self._offset(choice, score.token, name) for score, name in zip(scores, names, strict=True)]
         tops = [None if score.likeliest is None else dict(map(self._pair, self._top(score.likeliest))) for score in scores]
         return {
             "tokens": names,
@@ -147,6 +153,19 @@ class Reply:
             "top_logprobs": tops if self.logprobs else None,
             "text_offset": offsets,
         }
+
+    def _offset(self, choice: Continuation, token: int, name: str) -> int:
+        """Characters of the text before a token, which adds none if it is a control token or ends within a character."""
+        if self.words is None or token in self.words.special:
+            return choice.offset
+        if not name.startswith("bytes:"):
+            choice.offset += len(choice.utf8.decode(b"", True))
+        before = choice.offset
+        if choice.echoed and not before and name.startswith(" "):  # many tokenizers drop a text's first space
+            choice.offset += len(self.words.decode([token]))
+        else:
+            choice.offset += len(choice.utf8.decode(bytes(self.words.token(token)[1])))
+        return before
 
     def _top(self, likeliest: Likeliest) -> Likeliest:
         return likeliest[: self.logprobs or 0]
@@ -177,7 +196,7 @@ class ChatReply(Reply):
         for choice in self.choices:
             delta = {"role": "assistant", "content": ""}
             made = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
-            yield {**self.head, "object": self.chunk_object, "choices": [made]}
+            yield self._event(made)
 
     def _choice(self, choice: Continuation, news: News) -> dict[str, Any]:
         made = super()._choice(choice, news)

@@ -29,6 +29,10 @@ MOST_TOGETHER = 1024
 """Choices of all prompts of a request."""
 
 
+def more(body: Generation) -> More:
+    return More(body.return_token_ids, body.return_gates, body.stream_options is not None and body.stream_options.include_usage)
+
+
 class Service:
     """The endpoints of one model."""
 
@@ -75,8 +79,8 @@ class Service:
         starts = [""] * len(prompts)
         if body.echo and self.words is not None:
             starts = [given if isinstance(given, str) else self.words.decode(ids) for given, ids in zip(body.prompt, prompts, strict=True)]
-        choices = self._continuations(body, [start for start in starts for _ in range(body.n)])
-        reply = Reply(self.config.name, self.words, choices, logprobs=body.logprobs, more=More(body.return_token_ids, body.return_gates))
+        choices = self._continuations(body, prompts, starts)
+        reply = Reply(self.config.name, self.words, choices, logprobs=body.logprobs, more=more(body))
         jobs = self._jobs(body, prompts, body.max_tokens, body.logprobs, scored=body.echo and body.logprobs is not None)
         return await self._answer(request, body, jobs, reply)
 
@@ -92,8 +96,8 @@ class Service:
         asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         limit = max(1, self.config.max_length - len(ids)) if asked is None else asked
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        choices = self._continuations(body, [""] * body.n)
-        reply = ChatReply(self.config.name, self.words, choices, logprobs=logprobs, more=More(body.return_token_ids, body.return_gates))
+        choices = self._continuations(body, [ids], [""])
+        reply = ChatReply(self.config.name, self.words, choices, logprobs=logprobs, more=more(body))
         return await self._answer(request, body, self._jobs(body, [ids], limit, logprobs), reply)
 
     async def _answer(self, request: Request, body: Generation, jobs: Sequence[Job], reply: Reply) -> Response:
@@ -102,13 +106,15 @@ class Service:
         reply.prompt_tokens = sum(len(job.tokens) for job in jobs)
         exchange = Exchange(self.scheduler, self.mail, jobs, reply, self.config.timeout)
         if body.stream:
-            return EventStream(exchange, body.stream_options is not None and body.stream_options.include_usage)
+            return EventStream(exchange)
         return await exchange.whole(request)
 
-    def _continuations(self, body: Generation, starts: Sequence[str]) -> list[Continuation]:
+    def _continuations(self, body: Generation, prompts: Sequence[Sequence[int]], starts: Sequence[str]) -> list[Continuation]:
+        """The choices of all prompts, whose texts begin with `starts`."""
         if body.stop and self.words is None:
             raise ApiError(400, "stop: this server has no tokenizer; use stop_token_ids", param="stop")
-        return [Continuation(index, self.words, body.stop, start) for index, start in enumerate(starts)]
+        pairs = [pair for pair in zip(prompts, starts, strict=True) for _ in range(body.n)]
+        return [Continuation(index, self.words, body.stop, prompt, start) for index, (prompt, start) in enumerate(pairs)]
 
     def _jobs(
         self, body: Generation, prompts: Sequence[Sequence[int]], limit: int, logprobs: int | None, scored: bool = False
