@@ -17,7 +17,8 @@ from headmax.serve.cache import PrefixCache
 from headmax.serve.job import Choice, Closed, Ended, Event, Failed, Full, Job, NewToken, Read
 from headmax.serve.lanes import Asked, FirstTokens, Lanes, Outcome, Wait
 from headmax.serve.metrics import Metrics
-from headmax.serve.prompts import Pieces, Prompts, Reading
+from headmax.serve.pace import Pace
+from headmax.serve.prompts import Piece, Pieces, Prompts, Reading
 from headmax.serve.watch import Watches, gates_of
 
 logger = logging.getLogger("headmax")
@@ -29,8 +30,8 @@ MOST_FAILURES = 3
 
 
 class Scheduler:
-    """Each turn of the thread admits jobs in the order they came, reads pieces of prompts up to a number of tokens, and moves all choices
-    in slots on by one token: nobody who generates waits for more than that.
+    """Each turn of the thread admits jobs in the order they came, reads parts of prompts for about as long as a step takes, and moves all
+    choices in slots on by one token: nobody who generates waits for more than that.
 
     Its methods may be called from any thread; `Job.listen` is called in the scheduler's.
     """
@@ -60,6 +61,7 @@ class Scheduler:
         self.metrics = Metrics() if metrics is None else metrics
         self.first = FirstTokens(model, 1 if pieces.exact else MOST_FIRST)
         self.prompts = Prompts(model, cache, pieces, self.wake)
+        self.pace = Pace(pieces.chunk, pieces.most, model.device)
         self.changed = threading.Condition()
         self.version = 0
         self.waiting: deque[Job] = deque()
@@ -140,9 +142,11 @@ class Scheduler:
         seen = self.version
         self._cancel()
         busy = self._admit()
-        busy = self._read() or busy
-        busy = self._enter() or busy
-        busy = self._decode() or busy
+        self._skim()
+        generating = bool(self.running)
+        entered = self._enter()
+        read = not (entered and generating) and self._read()  # either may take as long as a step
+        busy = self._decode() or entered or read or busy
         busy = self._watch() or busy
         with self.changed:
             if self.closing and not (self.draining and (self.waiting or self._jobs())):
@@ -205,36 +209,48 @@ class Scheduler:
             begun = True
         return begun
 
-    def _read(self) -> bool:
-        """Pieces of prompts, as many as may come between two steps; at least one if there is any."""
-        short = self.prompts.skim(self.feed)
-        for reading in short:
+    def _skim(self) -> None:
+        """Leaves the few tokens that are left of some prompts to the steps."""
+        for reading in self.prompts.skim(self.feed):
             assert reading.job is not None
             self.metrics.read.inc(reading.left)
             self._has_read(reading, reading.job)
-        left = self.pieces.most
-        while group := self.prompts.next(left):
-            left -= max(1, self._read_group(group))
-            if left <= 0 or group[0].job is None:
-                return True
-        return bool(short) or left < self.pieces.most
 
-    def _read_group(self, group: list[Reading]) -> int:
-        """One piece of one text, or several texts in one pass. How many tokens."""
-        before = [reading.position for reading in group]
+    def _read(self) -> bool:
+        """Pieces of prompts, `pieces.most` tokens at most; beside those who generate for about as long as a step, one block at least."""
+        beside = bool(self.running)
+        most = left = self.pace.tokens() if beside else self.pieces.most
+        seconds, busy = self.pace.budget, False
+        while left > 0 and (piece := self.prompts.next(most, left)) is not None:
+            blocks, cost = self.pace.blocks(piece.tokens, seconds) if beside else (piece.blocks, 0.0)
+            if busy and not blocks:
+                break
+            blocks = min(max(1, blocks), piece.blocks)
+            busy, seconds = True, seconds - blocks * cost
+            if not self._read_piece(piece, blocks) or piece.group[0].job is None:
+                break
+            left -= max(1, piece.tokens)
+        return busy
+
+    def _read_piece(self, piece: Piece, blocks: int) -> bool:
+        """Some blocks of a piece; whether they were its last."""
+        watch = self.pace.start()
         try:
-            self.prompts.read(group)
+            ended = self.prompts.read(blocks) is not None
+            self.pace.read(watch, piece.tokens, blocks)
         except Exception as error:  # such as too little memory for it
-            self._reading_failed(group, error)
-            return 0
-        for reading, start in zip(group, before, strict=True):
-            if reading.job is not None:
+            self._reading_failed(piece.group, error)
+            return True
+        if not ended:
+            return False
+        for reading, start in zip(piece.group, piece.starts, strict=True):
+            if reading.job is not None and not reading.job.cancelled:
                 self.metrics.read.inc(reading.position - start)
                 if reading.job.watched and reading.reader is not None:
                     self._tell(reading.job, gates_of(reading.reader, reading.position - start))
                 if reading.over:
                     self._has_read(reading, reading.job)
-        return sum(reading.position for reading in group) - sum(before)
+        return True
 
     def _reading_failed(self, group: list[Reading], error: Exception) -> None:
         """Who was read alone fails; of several each is tried by itself."""
@@ -250,6 +266,7 @@ class Scheduler:
             self.prompts.later.remove(reading)
         else:
             self._fail(reading.job, error)
+        self.check_device()
 
     def _has_read(self, reading: Reading, job: Job) -> None:
         if self.cache is not None:
@@ -286,6 +303,7 @@ class Scheduler:
                 logger.exception("first tokens failed")
                 for job in {choice.job for _, choice in begun}:
                     self._fail(job, error)
+                self.check_device()
             entered = True
         return entered
 
@@ -324,7 +342,9 @@ class Scheduler:
             try:
                 if fed := {slot: choice.feed.popleft() for slot, choice in going.items() if choice.feed}:
                     self.lanes.feed(fed)
+                watch = self.pace.start()
                 wait = self.lanes.run({slot: choice.features for slot, choice in going.items()})
+                self.pace.stepped(watch)
                 for choice in going.values():
                     choice.launched += 1
                 self._mark(going)
@@ -344,12 +364,18 @@ class Scheduler:
     def _step_failed(self, error: Exception) -> None:
         """Those in slots have lost their states; the others go on, unless it happens again and again."""
         logger.error("a step failed", exc_info=error)
-        self.failures += 1
         self.pending.clear()
         for job in {choice.job for choice in self.running.values()}:
             self._fail(job, error)
+        self.failures += 1
         if self.failures >= MOST_FAILURES:
             raise error
+        self.check_device()
+
+    def check_device(self) -> None:
+        """After a failure: raises if the device has failed for good, as after most CUDA errors, so that `broken` says so."""
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
 
     def _watch(self) -> bool:
         """The gates of one text's new tokens; whether there were any."""
@@ -360,6 +386,7 @@ class Scheduler:
             except Exception as error:
                 logger.exception("reading gates failed")
                 self._fail(job, error)
+                self.check_device()
         return job is not None
 
     def _take(self, launched: dict[int, Choice], wait: Wait) -> None:
