@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from headmax.generate import Engine
 from headmax.generate.step import State
 from headmax.layers.mixers.state import RecurrentState
-from headmax.serve.cache import PrefixCache, nbytes
+from headmax.serve.cache import PrefixCache, Tree, nbytes
 from headmax.serve.folder import Folder
-from headmax.serve.tree import Tree
 from tests.generate.checkpoint import MODELS, make_model, tokens
 
 from .calling import job, kept, scheduling, soon, submit

@@ -30,7 +30,7 @@ from headmax.layers.rotary import RotarySettings
 from headmax.models.cache import HeadmaxCache, adopt
 from headmax.models.configuration import HeadmaxConfig
 from headmax.models.decoding import Decoder
-from headmax.models.inputs import check_arguments, find_packing, find_padding, read_inputs
+from headmax.models.inputs import Inputs, check_arguments, find_packing, find_padding, read_inputs
 from headmax.ops.packing import Packing
 
 RECOMPILATIONS = 32

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headmax.serve.errors import ApiError, NoResponse
 from headmax.serve.metrics import Metrics
-from headmax.serve.playground import PARTS
+from headmax.serve.pages import PARTS
 from headmax.serve.service import Service
 
 OPEN = ("/health", *PARTS)

@@ -15,9 +15,8 @@ from headmax.generate.prefill import Reader, Together
 from headmax.generate.sampling import ALTERNATIVES
 from headmax.generate.step import State
 from headmax.models import HeadmaxForCausalLM
-from headmax.serve.cache import PrefixCache
+from headmax.serve.cache import Node, PrefixCache
 from headmax.serve.job import Job, Likeliest, NewToken
-from headmax.serve.tree import Node
 
 
 class Pieces(NamedTuple):

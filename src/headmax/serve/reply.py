@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from headmax.analysis.gates import Gate
 from headmax.serve.job import Gates, Likeliest, NewToken
-from headmax.serve.words import Words
+from headmax.serve.tokenizer import ServedTokenizer
 
 LEAST = -9999.0
 """Stands for log-probabilities that JSON has no number for."""
@@ -38,10 +38,10 @@ class News(NamedTuple):
 class Continuation:
     """One choice: its tokens and text so far, and how much of them has been told."""
 
-    def __init__(self, index: int, words: Words | None, stops: Sequence[str], prompt: Sequence[int], start: str = "") -> None:
+    def __init__(self, index: int, tokenizer: ServedTokenizer | None, stops: Sequence[str], prompt: Sequence[int], start: str = "") -> None:
         """`start` is what the text begins with: the `prompt`, where that is echoed."""
         self.index = index
-        self.stream = None if words is None else words.stream(stops, prompt)
+        self.stream = None if tokenizer is None else tokenizer.stream(stops, prompt)
         self.text, self.echoed = start, bool(start)
         self.tokens: list[int] = []
         self.scores: list[NewToken] = []
@@ -85,9 +85,11 @@ class Reply:
 
     kind, object, chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, model: str, words: Words | None, choices: list[Continuation], *, logprobs: int | None, more: More) -> None:
+    def __init__(
+        self, model: str, tokenizer: ServedTokenizer | None, choices: list[Continuation], *, logprobs: int | None, more: More
+    ) -> None:
         """`logprobs`: how many of the likeliest tokens to tell; None to tell of none."""
-        self.words, self.choices, self.logprobs, self.more = words, choices, logprobs, more
+        self.tokenizer, self.choices, self.logprobs, self.more = tokenizer, choices, logprobs, more
         self.head = {"id": f"{self.kind}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self.prompt_tokens = self.cached_tokens = 0
 
@@ -156,15 +158,15 @@ class Reply:
 
     def _offset(self, choice: Continuation, token: int, name: str) -> int:
         """Characters of the text before a token, which adds none if it is a control token or ends within a character."""
-        if self.words is None or token in self.words.special:
+        if self.tokenizer is None or token in self.tokenizer.special:
             return choice.offset
         if not name.startswith("bytes:"):
             choice.offset += len(choice.utf8.decode(b"", True))
         before = choice.offset
         if choice.echoed and not before and name.startswith(" "):  # many tokenizers drop a text's first space
-            choice.offset += len(self.words.decode([token]))
+            choice.offset += len(self.tokenizer.decode([token]))
         else:
-            choice.offset += len(choice.utf8.decode(bytes(self.words.token(token)[1])))
+            choice.offset += len(choice.utf8.decode(bytes(self.tokenizer.token(token)[1])))
         return before
 
     def _top(self, likeliest: Likeliest) -> Likeliest:
@@ -174,7 +176,7 @@ class Reply:
         return self._name(pair[0]), number(pair[1])
 
     def _name(self, token: int) -> str:
-        return f"token_id:{token}" if self.words is None else self.words.token(token)[0]
+        return f"token_id:{token}" if self.tokenizer is None else self.tokenizer.token(token)[0]
 
 
 def gates_shown(gates: Gates) -> dict[str, Any]:
@@ -215,8 +217,8 @@ class ChatReply(Reply):
         return self._entry(score.token, score.logprob) | {"top_logprobs": tops}
 
     def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:
-        assert self.words is not None
-        name, raw = self.words.token(token)
+        assert self.tokenizer is not None
+        name, raw = self.tokenizer.token(token)
         return {"token": name, "bytes": raw, "logprob": LEAST if logprob is None else number(logprob)}
 
 

@@ -13,13 +13,13 @@ import torch
 from headmax.generate.sampling import NO_TOKEN
 from headmax.generate.step import Entry
 from headmax.models import HeadmaxForCausalLM
+from headmax.serve.batch import Asked, Batch, FirstTokens, Outcome, Wait
 from headmax.serve.cache import PrefixCache
+from headmax.serve.gates import GateReadings, gates_of
 from headmax.serve.job import Choice, Closed, Ended, Event, Failed, Full, Job, NewToken, Read
-from headmax.serve.lanes import Asked, FirstTokens, Lanes, Outcome, Wait
 from headmax.serve.metrics import Metrics
 from headmax.serve.pace import Pace
 from headmax.serve.prompts import Piece, Pieces, Prompts, Reading
-from headmax.serve.watch import Watches, gates_of
 
 logger = logging.getLogger("headmax")
 
@@ -39,7 +39,7 @@ class Scheduler:
     def __init__(
         self,
         model: HeadmaxForCausalLM,
-        lanes: Lanes,
+        batch: Batch,
         *,
         pieces: Pieces,
         cache: PrefixCache | None = None,
@@ -55,7 +55,7 @@ class Scheduler:
                 long as many steps, and 1 elsewhere.
             ahead: steps that may be under way on the device while the host looks at an earlier one; by default 1 on a GPU.
         """
-        self.model, self.lanes, self.cache, self.pieces, self.queue = model, lanes, cache, pieces, queue
+        self.model, self.batch, self.cache, self.pieces, self.queue = model, batch, cache, pieces, queue
         self.ahead = (1 if model.device.type == "cuda" else 0) if ahead is None else ahead
         self.feed = (16 if model.device.type == "cuda" else 1) if feed is None else feed
         self.metrics = Metrics() if metrics is None else metrics
@@ -73,7 +73,7 @@ class Scheduler:
         self.running: dict[int, Choice] = {}
         self.pending: deque[tuple[dict[int, Choice], Wait]] = deque()
         self.failures = 0
-        self.watches = Watches(self._tell)
+        self.gates = GateReadings(self._tell)
         self.metrics.watch(self, cache)
         self.thread = threading.Thread(target=self._run, name="headmax-scheduler", daemon=True)
 
@@ -135,7 +135,7 @@ class Scheduler:
     def _jobs(self) -> set[Job]:
         """All that were admitted and have not ended."""
         reading = {reading.job for reading in (*self.prompts.reading, *(reading for reading, _ in self.ready))}
-        return {job for job in reading if job is not None} | {choice.job for choice in self.running.values()} | set(self.watches.watches)
+        return {job for job in reading if job is not None} | {choice.job for choice in self.running.values()} | set(self.gates.under_way)
 
     def _turn(self) -> bool:
         """One round of the loop; whether there is another."""
@@ -147,7 +147,7 @@ class Scheduler:
         entered = self._enter()
         read = not (entered and generating) and self._read()  # either may take as long as a step
         busy = self._decode() or entered or read or busy
-        busy = self._watch() or busy
+        busy = self._read_gates() or busy
         with self.changed:
             if self.closing and not (self.draining and (self.waiting or self._jobs())):
                 return False
@@ -167,7 +167,7 @@ class Scheduler:
                 self._drop(job)
             elif choice not in job.cancelled_choices:
                 job.cancelled_choices.add(choice)
-                self.watches.drop(job)
+                self.gates.drop(job)
                 for slot, running in list(self.running.items()):
                     if running.job is job and running.choice == choice:
                         self._leave(slot)
@@ -177,7 +177,7 @@ class Scheduler:
         """Forgets a job wherever it is; its slots are free."""
         job.cancelled = True
         self.prompts.drop(job)
-        self.watches.drop(job)
+        self.gates.drop(job)
         self.ready = deque(entry for entry in self.ready if entry[0].job is not job)
         for slot, choice in list(self.running.items()):
             if choice.job is job:
@@ -197,7 +197,7 @@ class Scheduler:
     def _admit(self) -> bool:
         """Begins to read the prompts of those who waited longest, as many as there are slots for."""
         begun = False
-        while self.waiting and len(self.prompts.reading) + sum(len(choices) for _, choices in self.ready) < self.lanes.free():
+        while self.waiting and len(self.prompts.reading) + sum(len(choices) for _, choices in self.ready) < self.batch.free():
             with self.changed:
                 job = self.waiting.popleft()
             job.open = len(job.rules)
@@ -274,7 +274,7 @@ class Scheduler:
         self.metrics.cached.inc(reading.cached)
         self._tell(job, Read(reading.cached, reading.scores if job.scored else None))
         if job.watched and reading.reader is not None:
-            self.watches.begin(job, reading.reader)
+            self.gates.begin(job, reading.reader)
         if job.max_new_tokens:
             self.ready.append((reading, list(range(len(job.rules)))))
         else:
@@ -284,9 +284,9 @@ class Scheduler:
     def _enter(self) -> bool:
         """First tokens, and slots for those who go on, in the order in which prompts were read."""
         entered = False
-        while self.ready and self.lanes.free():
+        while self.ready and self.batch.free():
             begun: list[tuple[Reading, Choice]] = []
-            while self.ready and len(begun) < min(self.lanes.free(), self.first.rows):
+            while self.ready and len(begun) < min(self.batch.free(), self.first.rows):
                 reading, choices = self.ready[0]
                 number = choices.pop(0)
                 if not choices:
@@ -322,7 +322,7 @@ class Scheduler:
         if going:
             texts = [torch.cat([choice.job.tokens, torch.tensor(choice.new, dtype=torch.int64)]) for _, choice in going]
             entries = [Entry(reading.states(), text, 1, choice.rules) for (reading, choice), text in zip(going, texts, strict=True)]
-            self.running.update(zip(self.lanes.enter(entries), (choice for _, choice in going), strict=True))
+            self.running.update(zip(self.batch.enter(entries), (choice for _, choice in going), strict=True))
 
     def _begin_short(self, begun: list[tuple[Reading, Choice]]) -> None:
         """Slots for choices whose prompt's end is left to steps."""
@@ -333,7 +333,7 @@ class Scheduler:
             at = reading.position
             choice.launched, choice.feed = 1 - reading.left, deque(choice.job.tokens[at:].tolist())
             entries.append(Entry(reading.states(), choice.job.tokens[: at + 1], 0, choice.rules))
-        self.running.update(zip(self.lanes.enter(entries), (choice for _, choice in begun), strict=True))
+        self.running.update(zip(self.batch.enter(entries), (choice for _, choice in begun), strict=True))
 
     def _decode(self) -> bool:
         """Launches a step of all that want one, and takes what an earlier one gave."""
@@ -341,9 +341,9 @@ class Scheduler:
         if going:
             try:
                 if fed := {slot: choice.feed.popleft() for slot, choice in going.items() if choice.feed}:
-                    self.lanes.feed(fed)
+                    self.batch.feed(fed)
                 watch = self.pace.start()
-                wait = self.lanes.run({slot: choice.features for slot, choice in going.items()})
+                wait = self.batch.run({slot: choice.features for slot, choice in going.items()})
                 self.pace.stepped(watch)
                 for choice in going.values():
                     choice.launched += 1
@@ -357,7 +357,7 @@ class Scheduler:
             self._take(*self.pending.popleft())
             took = True
         if took:
-            for source, target in self.lanes.compact().items():
+            for source, target in self.batch.compact().items():
                 self.running[target] = self.running.pop(source)
         return bool(going) or took
 
@@ -377,12 +377,12 @@ class Scheduler:
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
 
-    def _watch(self) -> bool:
+    def _read_gates(self) -> bool:
         """The gates of one text's new tokens; whether there were any."""
-        job = self.watches.next()
+        job = self.gates.next()
         if job is not None:
             try:
-                self.watches.read(job)
+                self.gates.read(job)
             except Exception as error:
                 logger.exception("reading gates failed")
                 self._fail(job, error)
@@ -415,7 +415,7 @@ class Scheduler:
         choice.new.append(outcome.token)
         self._tell(job, NewToken(choice.choice, *outcome))
         if job.watched:
-            self.watches.token(job, outcome.token)
+            self.gates.token(job, outcome.token)
         stopped = outcome.token in job.stop_tokens
         if not stopped and len(choice.new) < job.max_new_tokens:
             return True
@@ -424,7 +424,7 @@ class Scheduler:
 
     def _end(self, job: Job, event: Ended) -> None:
         self._close(job)
-        (self.watches.end if job.watched else self._tell)(job, event)
+        (self.gates.end if job.watched else self._tell)(job, event)
 
     def _close(self, job: Job) -> None:
         """One choice less that is open."""
@@ -436,7 +436,7 @@ class Scheduler:
         """Frees a slot, and keeps what the prefix cache may want of it."""
         choice = self.running.pop(slot)
         choice.done = True
-        self.lanes.leave(slot)
+        self.batch.leave(slot)
         if self.cache is None:
             return
         text = torch.cat([choice.job.tokens, torch.tensor(choice.new, dtype=torch.int64)])
@@ -456,6 +456,6 @@ class Scheduler:
         for choice in ends.values():
             choice.mark = None
         with contextlib.suppress(torch.OutOfMemoryError):
-            taken = self.lanes.take(list(ends), [choice.fed for choice in ends.values()])
+            taken = self.batch.take(list(ends), [choice.fed for choice in ends.values()])
             for choice, states in zip(ends.values(), taken, strict=True):
                 choice.mark = choice.fed, states

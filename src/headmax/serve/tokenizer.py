@@ -27,8 +27,8 @@ def byte_letters() -> dict[str, int]:
     return shown | {chr(256 + n): byte for n, byte in enumerate(hidden)}
 
 
-class Words:
-    """A tokenizer, for the coroutines of one event loop."""
+class ServedTokenizer:
+    """For the coroutines of one event loop."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.encoder, self.decoder = tokenizer, copy.deepcopy(tokenizer)
