@@ -13,8 +13,9 @@ SHARE = 0.75
 """Of a step's time, what reading may take between two: with a step, and some variance, twice the step's time in all."""
 RECENT = 0.2
 """Weight of a new measurement."""
-FORGET = 0.998
-"""A size that took too long is tried again, once some hundred smaller pieces have been read."""
+FORGET = 0.9999
+"""What is left of the time of a size that takes too long with each measurement of a smaller one: after some thousands it is tried again, so
+that fewer than one gap in a hundred is too long for it."""
 
 
 class Stopwatch:
@@ -52,7 +53,8 @@ class Pace:
         """Seconds of a step."""
         self.block: dict[int, float] = {}
         """Seconds of a block of a piece, by size."""
-        self.running: deque[tuple[Stopwatch, int, int]] = deque()
+        self.tried: set[int] = set()
+        self.measuring: deque[tuple[Stopwatch, int, int]] = deque()
 
     def start(self) -> Stopwatch:
         return Stopwatch(self.device, self.now)
@@ -64,9 +66,9 @@ class Pace:
     def read(self, watch: Stopwatch, tokens: int, blocks: int) -> None:
         """Notes how long so many blocks over a piece of so many tokens take."""
         watch.stop()
-        self.running.append((watch, tokens, blocks))
-        while self.running and (seconds := self.running[0][0].seconds()) is not None:
-            _, tokens, blocks = self.running.popleft()
+        self.measuring.append((watch, tokens, blocks))
+        while self.measuring and (seconds := self.measuring[0][0].seconds()) is not None:
+            _, tokens, blocks = self.measuring.popleft()
             self._note(seconds / blocks, tokens)
 
     def _note(self, seconds: float, tokens: int) -> None:
@@ -74,10 +76,18 @@ class Pace:
             self.step = seconds if self.step is None else self.step + RECENT * (seconds - self.step)
             return
         size = self._size(tokens)
-        if 2 * tokens > size:  # fewer say nothing about a piece of that size
-            self.block[size] = self.block.get(size, seconds) + RECENT * (seconds - self.block.get(size, seconds))
-            for larger in self.block.keys() - {size}:
-                self.block[larger] *= FORGET if larger > size else 1.0
+        if 2 * tokens <= size:  # so few say nothing about a piece of that size
+            return
+        if size not in self.tried:  # kernels are compiled the first time
+            self.tried.add(size)
+            return
+        before = self.block.get(size, seconds)
+        self.block[size] = before + RECENT * (seconds - before)
+        for larger in self.sizes[self.sizes.index(size) + 1 :]:
+            if self.block.get(larger, 0.0) > self.budget:
+                self.block[larger] *= FORGET
+                if self.block[larger] <= self.budget:
+                    del self.block[larger]
 
     def _size(self, tokens: int) -> int:
         return next((size for size in self.sizes if size >= tokens), self.sizes[-1])
@@ -88,7 +98,7 @@ class Pace:
         return SHARE * (self.step or 0.0)
 
     def tokens(self) -> int:
-        """Most tokens of a piece: the largest size of which a block is within the budget, and once the next size, to learn of it."""
+        """Most tokens of a piece: the largest size of which a block is within the budget, and now and then the next, to learn of it."""
         chosen = self.sizes[0]
         for larger in self.sizes[1:]:
             if self.block.get(chosen, math.inf) > self.budget or self.block.get(larger, 0.0) > self.budget:
