@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from headmax import HeadmaxForCausalLM
 from headmax.data.tokenizer import mistral
 from headmax.generate import GREEDY, Engine, Request, Sampling
-from headmax.generate.text import TextStream
+from headmax.generate.text import CONTEXT, TextStream
 from lab.bench.drift import drift
 from tests.generate.agreement import agreement
 from tests.waiting import no_waiting
@@ -164,7 +164,13 @@ def test_streamed_text_is_the_text_of_all_tokens(texts: list[str]) -> None:
     tokenizer = tokenizer_that_comes_along()
     ids = [token for text in texts for token in tokenizer.encode(text).ids]
     stream = TextStream(tokenizer)
-    assert "".join([stream.push(token) for token in ids]) + stream.finish() == tokenizer.decode(ids, skip_special_tokens=True)
+    whole = tokenizer.decode(ids, skip_special_tokens=True)
+    assert "".join([stream.push(token) for token in ids]) + stream.finish() == whole
+    for cut in range(1, len(ids), 5):  # after a prompt: a first space is a space
+        prompt = tokenizer.decode(ids[:cut], skip_special_tokens=True)
+        after = TextStream(tokenizer, (), ids[:cut])
+        if any(tokenizer.decode(ids[max(0, cut - n) : cut]).strip("�") for n in range(1, CONTEXT)) and not prompt.endswith("�"):
+            assert prompt + "".join([after.push(token) for token in ids[cut:]]) + after.finish() == whole
 
 
 def test_text_and_tokens_are_the_same_request() -> None:

@@ -28,7 +28,7 @@ from headmax.serve.job import Ended, Event, Failed, Job, NewToken, Read
 from headmax.serve.process import server_process
 from headmax.serve.prompts import Pieces
 from headmax.serve.scheduler import Scheduler
-from headmax.serve.server import Server, listen, make_lanes, make_server, make_service
+from headmax.serve.server import Server, listen, make_batch, make_server, make_service
 from headmax.serve.service import Service
 from tests.generate.checkpoint import make_model, make_tokenizer
 
@@ -95,7 +95,7 @@ def scheduling(
     config = ServerConfig(**{"name": "tiny", "chunk": 128, "piece": 128, "max_batch": 4, "max_length": 2000} | changes)
     kept = (PrefixCache(config.chunk, {"cpu": cache}) if cache else None) if isinstance(cache, int) else cache
     pieces = Pieces(config.chunk, config.piece, config.deterministic)
-    scheduler = Scheduler(model, make_lanes(model, config), pieces=pieces, cache=kept, **options)
+    scheduler = Scheduler(model, make_batch(model, config), pieces=pieces, cache=kept, **options)
     try:
         yield scheduler.start() if start else scheduler
     finally:

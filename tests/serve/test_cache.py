@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from headmax.generate import Engine
 from headmax.generate.step import State
 from headmax.layers.mixers.state import RecurrentState
-from headmax.serve.cache import PrefixCache, nbytes
+from headmax.serve.cache import PrefixCache, Tree, nbytes
 from headmax.serve.folder import Folder
-from headmax.serve.tree import Tree
 from tests.generate.checkpoint import MODELS, make_model, tokens
 
 from .calling import job, kept, scheduling, soon, submit
@@ -152,7 +151,7 @@ def test_torn_files_are_ignored_and_one_that_breaks_later_is_a_miss(tmp_path: Pa
         assert not isinstance(promise, tuple)
         assert again.arrived(node, promise) is None
         assert not again.has(text(letter))
-    assert again.counts["failed"] == 2
+    assert again.counts["failed_reads"] == 2
     again.close()
 
 
@@ -236,4 +235,4 @@ def test_states_from_the_folder_serve_prompts(tmp_path: Path) -> None:
     cache = PrefixCache(128, {"cpu": 10**8}, wrong)
     with scheduling(model, cache=cache, deterministic=True) as scheduler:
         assert submit(scheduler, job([*prompt, 0], 9, logprobs=True))[0].wait().tokens == answers[0][0][0]
-        assert cache.counts["failed"] >= 1
+        assert cache.counts["failed_reads"] >= 1

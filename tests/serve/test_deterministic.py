@@ -110,6 +110,6 @@ def test_pieces_do_not_depend_on_where_reading_begins() -> None:
                 assert reading.reader is not None
                 reading.reader.position, ends = past, []
                 while reading.left:
-                    reading.reader.position += prompts._size(reading)
+                    reading.reader.position += prompts._size(reading, 128)
                     ends.append(reading.position)
                 assert ends == [end for end in [*range(128, length, 128), length] if end > past]

@@ -66,7 +66,7 @@ def test_clients_that_go_in_mid_stream_leave_nothing_behind() -> None:
                 connection.close()
             answers(server, alone)
             assert server.idle(), end
-            assert server.scheduler.lanes.free() == 4
+            assert server.scheduler.batch.free() == 4
 
 
 def test_a_client_that_does_not_read_holds_nobody_up_and_ends() -> None:
@@ -136,7 +136,7 @@ def test_a_full_queue_is_said_with_503() -> None:
 def test_a_model_that_fails_is_said_and_the_server_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = Alone()
     with serving(deterministic=True) as server:
-        run, fail = server.scheduler.lanes.run, [True]
+        run, fail = server.scheduler.batch.run, [True]
 
         def failing(wanted: object) -> object:
             if fail:
@@ -144,7 +144,7 @@ def test_a_model_that_fails_is_said_and_the_server_goes_on(monkeypatch: pytest.M
                 raise RuntimeError("broken")
             return run(wanted)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(server.scheduler.lanes, "run", failing)
+        monkeypatch.setattr(server.scheduler.batch, "run", failing)
         with pytest.raises(openai.InternalServerError, match="the model failed: broken"):
             server.client.completions.create(model="tiny", prompt=[5], max_tokens=5)
         answers(server, alone)

@@ -73,13 +73,14 @@ def test_rules_reach_the_sampler(server: Running, alone: Alone) -> None:
 
 def test_streams_say_the_same_in_pieces(server: Running, alone: Alone) -> None:
     texts, reasons, ids = ["", ""], [None, None], [[], []]
-    usage = None
+    usage, counted = None, []
     stream = server.client.completions.create(
         model="tiny", prompt="Hello", max_tokens=30, seed=5, n=2, stream=True,
         stream_options={"include_usage": True}, extra_body={"return_token_ids": True},
     )  # fmt: skip
     for chunk in stream:
         usage = chunk.usage or usage
+        counted.append(chunk.usage if "usage" in chunk.model_fields_set else "missing")
         for choice in chunk.choices:
             texts[choice.index] += choice.text
             ids[choice.index] += choice.token_ids  # type: ignore[attr-defined]
@@ -90,6 +91,8 @@ def test_streams_say_the_same_in_pieces(server: Running, alone: Alone) -> None:
     assert reasons == ["stop" if completion.finish == "stop_token" else "length" for completion in expected]
     assert usage is not None
     assert usage.completion_tokens == sum(len(completion.tokens) for completion in expected)
+    assert counted[-1] is usage
+    assert set(counted[:-1]) == {None}
 
 
 def test_stop_strings_and_the_end_of_text(server: Running, alone: Alone) -> None:
@@ -133,7 +136,10 @@ def test_log_probabilities(server: Running, alone: Alone) -> None:
     assert found.token_logprobs == expected.logprobs
     assert found.top_logprobs is not None
     assert all(len(top) == 3 for top in found.top_logprobs)
-    assert found.text_offset == [sum(map(len, found.tokens[:n])) for n in range(10)]
+    assert found.text_offset is not None
+    assert found.tokens is not None
+    for name, offset in zip(found.tokens, found.text_offset, strict=True):
+        assert name.startswith("bytes:") or answer.choices[0].text[offset:].startswith(name)
     chat = server.client.chat.completions.create(model="tiny", messages=CHAT, max_tokens=10, seed=2, logprobs=True, top_logprobs=2)
     assert chat.choices[0].logprobs is not None
     entries = chat.choices[0].logprobs.content
@@ -247,7 +253,7 @@ def test_a_call_that_is_cancelled_frees_its_slot(server: Running) -> None:
 
     asyncio.run(call())
     assert server.idle()
-    assert server.scheduler.lanes.free() == 8
+    assert server.scheduler.batch.free() == 8
 
 
 def test_a_key(alone: Alone) -> None:
@@ -277,9 +283,9 @@ def test_pages(server: Running) -> None:
     page = httpx2.get(f"{server.url}/docs", trust_env=False).text
     assert "repetition_penalty" in page
     assert "//" not in page.replace("<!doctype", ""), "it loads nothing from elsewhere"
-    for path, status in (("/nowhere", 404), ("/v1/completions", 405)):
+    for path, status, allowed in (("/nowhere", 404, None), ("/v1/completions", 405, "POST")):
         answer = httpx2.get(server.url + path, trust_env=False)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (status, None)
+        assert (answer.status_code, answer.json()["error"]["param"], answer.headers.get("allow")) == (status, None, allowed)
 
 
 def test_metrics_count_what_happens(alone: Alone) -> None:
@@ -300,6 +306,8 @@ def test_metrics_count_what_happens(alone: Alone) -> None:
     assert value(text, "headmax_request_seconds_count") == 2
     assert value(text, "headmax_batch") == value(text, "headmax_queue") == 0
     assert value(text, 'headmax_prefix_cache_bytes{place="cpu"}') > 0
+    assert value(text, "headmax_prefix_cache_stores_total") == 1
+    assert all(line.split()[3] == "counter" for line in text.splitlines() if line.startswith("# TYPE") and "_total " in line)
     assert value(text, 'headmax_requests_total{path="/v1/completions",status="200"}') == 2
 
 
@@ -319,4 +327,4 @@ def test_many_clients_each_get_their_own_answer(server: Running, alone: Alone) -
     with ThreadPoolExecutor(24) as pool:
         for n, texts in enumerate(pool.map(call, range(24))):
             assert texts == [expected[n].text] * 2
-    assert soon(lambda: server.scheduler.lanes.free() == 8)
+    assert soon(lambda: server.scheduler.batch.free() == 8)

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from headmax.cli.options import shown_size, size
+from headmax.serve.batch import SeparateSteps, SharedBatch
 from headmax.serve.config import ServerConfig
-from headmax.serve.lanes import Apart, Batch
-from headmax.serve.server import listen, make_cache, make_lanes, origin
+from headmax.serve.server import listen, make_batch, make_cache, origin
 from tests.generate.checkpoint import make_model
 
 
@@ -53,8 +53,8 @@ def test_lanes_and_states_by_kind_of_server(tmp_path: Path) -> None:
     """On a CPU each text is stepped by itself under --deterministic, whose states are not mixed with others in a folder."""
     model = make_model()
     plain, exact = ServerConfig("tiny", prefix_folder=tmp_path), ServerConfig("tiny", deterministic=True)
-    assert isinstance(make_lanes(model, plain), Batch)
-    assert isinstance(make_lanes(model, exact), Apart)
+    assert isinstance(make_batch(model, plain), SharedBatch)
+    assert isinstance(make_batch(model, exact), SeparateSteps)
     origins = {origin(model, config) for config in (plain, exact, ServerConfig("tiny", chunk=128))}
     assert len({*origins, origin(make_model(bos_token_id=2), plain)}) == 4
     cache = make_cache(model, plain)

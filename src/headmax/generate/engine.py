@@ -204,7 +204,7 @@ class Engine:
         features = Features.of([request.sampling for request in requests], logprobs)
         longest = max(request.max_new_tokens for request in requests)
         prefixes = self._prefill(requests)
-        run = Collector(self, requests, on_token, logprobs)
+        run = Collector(self, requests, prefixes, on_token, logprobs)
         if longest == 0:
             return run.finish()
         with torch.no_grad():
@@ -224,11 +224,14 @@ class Engine:
 class Collector:
     """The host's side of a call to `generate`: what came out so far, and who has stopped."""
 
-    def __init__(self, engine: Engine, requests: Sequence[Request], on_token: OnToken | None, logprobs: bool) -> None:
+    def __init__(
+        self, engine: Engine, requests: Sequence[Request], prefixes: Sequence[PrefixState], on_token: OnToken | None, logprobs: bool
+    ) -> None:
         self.requests, self.on_token = requests, on_token
         self.completions = [Completion(logprobs=[] if logprobs else None) for _ in requests]
         words = engine.tokenizer
-        self.streams = [None if words is None else TextStream(words, request.stop_strings) for request in requests]
+        pairs = zip(requests, prefixes, strict=True)
+        self.streams = [None if words is None else TextStream(words, own.stop_strings, before.tokens.tolist()) for own, before in pairs]
         self.active = [n for n, request in enumerate(requests) if request.max_new_tokens > 0]
 
     def fetch(self, sampled: Sampled) -> Fetched:

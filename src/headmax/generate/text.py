@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+CONTEXT = 16
+"""Most tokens before a text that are decoded along with its first ones."""
+
 
 class TextStream:
     """The text of a growing list of tokens. What might be the start of a stop string, or half a character, is held back."""
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Any, stops: Sequence[str] = (), before: Sequence[int] = ()) -> None:
+        """`before` are the prompt's tokens: many tokenizers drop a text's first space, which is no longer the first after them."""
         self.tokenizer, self.stops = tokenizer, tuple(stops)
         self.window: list[int] = []
         self.shown = ""
@@ -17,6 +21,12 @@ class TextStream:
         self.text = ""
         self.given = 0
         self.stopped = False
+        for count in range(1, min(CONTEXT, len(before)) + 1):  # as few as have a text that does not end within a character
+            window = list(before[-count:])
+            shown = self._decode(window)
+            if shown and not shown.endswith("�"):
+                self.window, self.shown = window, shown
+                break
 
     def push(self, token: int) -> str:
         """The text that is certain after one more token; sets `stopped` where a stop string appears, which is cut off."""

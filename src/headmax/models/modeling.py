@@ -30,7 +30,7 @@ from headmax.layers.rotary import RotarySettings
 from headmax.models.cache import HeadmaxCache, adopt
 from headmax.models.configuration import HeadmaxConfig
 from headmax.models.decoding import Decoder
-from headmax.models.inputs import check_arguments, find_packing, find_padding, read_inputs
+from headmax.models.inputs import Inputs, check_arguments, find_packing, find_padding, read_inputs
 from headmax.ops.packing import Packing
 
 RECOMPILATIONS = 32
@@ -135,27 +135,11 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
         gates: list = []
         hidden_states: list = []
         with self.compiler_limits():
-            for n, (block, attends) in enumerate(zip(self.layers, self.uses_attention, strict=True)):
+            for n in range(len(self.layers)):
                 if output_hidden_states:
                     hidden_states.append(x)
-                state, angles, fusion = inputs.states[n], inputs.angles[attends, self.rotary[n]], inputs.fusion[n]
-                mask = inputs.masks[self.windows[n]] if attends else inputs.padding
-                if fusion.step and not isinstance(state, AttentionState):  # keys and values that grow are no memory to write in
-                    x = cast(Block, block).step(x, state, angles, mask)
-                else:
-                    x, state, gate = block(
-                        x,
-                        state=state,
-                        return_state=inputs.use_cache,
-                        positions=angles,
-                        packing=inputs.packing,
-                        mask=mask,
-                        return_gates=return_gates,
-                        fusion=fusion,
-                    )
-                    gates.append(gate)
-                if inputs.cache is not None and inputs.use_cache:
-                    inputs.cache.layers[n].advance(state, x.shape[1], inputs.packing, inputs.padding)
+                x, gate = self.run_block(n, x, inputs, return_gates)
+                gates.append(gate)
         x = self.norm(x)
         return HeadmaxModelOutput(
             last_hidden_state=x,
@@ -163,6 +147,28 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
             hidden_states=(*hidden_states, x) if output_hidden_states else None,
             gates=tuple(gates) if return_gates else None,
         )
+
+    def run_block(self, n: int, x: Tensor, inputs: Inputs, return_gates: bool = False) -> tuple[Tensor, Any]:
+        """x [batch, time, hidden] after block n, whose state in the cache moves on; and its gates."""
+        block, attends, gate = self.layers[n], self.uses_attention[n], None
+        state, angles, fusion = inputs.states[n], inputs.angles[attends, self.rotary[n]], inputs.fusion[n]
+        mask = inputs.masks[self.windows[n]] if attends else inputs.padding
+        if fusion.step and not isinstance(state, AttentionState):  # keys and values that grow are no memory to write in
+            x = cast(Block, block).step(x, state, angles, mask)
+        else:
+            x, state, gate = block(
+                x,
+                state=state,
+                return_state=inputs.use_cache,
+                positions=angles,
+                packing=inputs.packing,
+                mask=mask,
+                return_gates=return_gates,
+                fusion=fusion,
+            )
+        if inputs.cache is not None and inputs.use_cache:
+            inputs.cache.layers[n].advance(state, x.shape[1], inputs.packing, inputs.padding)
+        return x, gate
 
     def set_context_group(self, group: ProcessGroup | None) -> None:
         """Inputs are from now on this rank's piece of every sequence, in the order of the group's ranks; whole sequences with None."""

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headmax.serve.errors import ApiError, NoResponse
 from headmax.serve.metrics import Metrics
-from headmax.serve.playground import PARTS
+from headmax.serve.pages import PARTS
 from headmax.serve.service import Service
 
 OPEN = ("/health", *PARTS)
@@ -88,7 +88,9 @@ async def api_error(request: Request, error: Exception) -> Response:
 async def http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     said = {404: f"no such path: {request.url.path}", 405: f"{request.method} is not possible on {request.url.path}"}
-    return ApiError(error.status_code, said.get(error.status_code, error.detail)).response()
+    answer = ApiError(error.status_code, said.get(error.status_code, error.detail)).response()
+    answer.headers.update(error.headers or {})  # such as Allow
+    return answer
 
 
 async def left(request: Request, error: Exception) -> Response:

@@ -21,7 +21,7 @@ class ServerConfig:
     chunk: int = 256
     """Tokens after which states are kept, counted from a text's start."""
     piece: int = 1024
-    """Most tokens of prompts that are read between two steps, a chunk at least."""
+    """Most tokens of a prompt in one pass, and of all between two steps; a chunk at least."""
     prefix_cache: int = 2 * 2**30
     """Bytes of states in device memory, 0 for no prefix cache."""
     prefix_cache_host: int = 0

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import logging
+import threading
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -15,26 +16,63 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from headmax.serve.errors import ApiError, NoResponse, json_response, to_json
-from headmax.serve.inbox import Inbox, Mail
 from headmax.serve.job import Closed, Ended, Event, Failed, Full, Gates, Job, NewToken, Read
 from headmax.serve.reply import Reply
 from headmax.serve.scheduler import Scheduler
-
-logger = logging.getLogger("headmax")
 
 GRACE = 5.0
 """Seconds that a reader has, after a stream's time is up, to take what says so."""
 
 
+class EventLoop:
+    """Events for one event loop, which is woken once for all that are posted before it looks."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.lock = threading.Lock()
+        self.posted: list[tuple[EventQueue, int, Event]] = []
+
+    def post(self, queue: EventQueue, sender: int, event: Event) -> None:
+        """From any thread; RuntimeError once the loop is closed."""
+        with self.lock:
+            self.posted.append((queue, sender, event))
+            first = len(self.posted) == 1
+        if first:
+            self.loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        with self.lock:
+            posted, self.posted = self.posted, []
+        for queue, sender, event in posted:
+            queue.events.append((sender, event))
+            queue.filled.set()
+
+
+class EventQueue:
+    """The events of one request's jobs."""
+
+    def __init__(self) -> None:
+        self.events: deque[tuple[int, Event]] = deque()
+        self.filled = asyncio.Event()
+
+    async def get(self) -> list[tuple[int, Event]]:
+        """All that has come since the last call, at least one: (number of the job, event)."""
+        await self.filled.wait()
+        self.filled.clear()
+        events = list(self.events)
+        self.events.clear()
+        return events
+
+
 class Exchange:
     """Jobs under way, and the reply they make. `jobs[p]` makes the choices from p * n on."""
 
-    def __init__(self, scheduler: Scheduler, mail: Mail, jobs: Sequence[Job], reply: Reply, timeout: float) -> None:
+    def __init__(self, scheduler: Scheduler, loop: EventLoop, jobs: Sequence[Job], reply: Reply, timeout: float) -> None:
         self.scheduler, self.jobs, self.reply, self.timeout = scheduler, jobs, reply, timeout
-        self.inbox = Inbox(mail)
+        self.queue = EventQueue()
         self.per_job = len(reply.choices) // len(jobs)
         for number, job in enumerate(jobs):
-            job.listen = functools.partial(mail.post, self.inbox, number)
+            job.listen = functools.partial(loop.post, self.queue, number)
         try:
             scheduler.submit(*jobs)
         except Full as error:
@@ -50,7 +88,7 @@ class Exchange:
 
     async def advance(self) -> None:
         """Waits for events and takes them in."""
-        for number, event in await self.inbox.get():
+        for number, event in await self.queue.get():
             self._take(number, event)
 
     def _take(self, number: int, event: Event) -> None:
@@ -92,7 +130,7 @@ class Exchange:
             self.cancel()
             await end(collecting, leaving)
 
-    async def chunks(self, usage: bool) -> AsyncIterator[bytes]:
+    async def chunks(self) -> AsyncIterator[bytes]:
         """The events of a stream, an error as the last one."""
         deadline = asyncio.get_running_loop().time() + self.timeout
         try:
@@ -107,7 +145,7 @@ class Exchange:
                 news = [made for choice in self.reply.choices if (made := self.reply.chunk(choice)) is not None]
                 if news:
                     yield b"".join(map(sse, news))
-            if usage:
+            if self.reply.more.usage:
                 yield sse(self.reply.usage_chunk())
             yield b"data: [DONE]\n\n"
         except ApiError as error:
@@ -119,15 +157,15 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, exchange: Exchange, usage: bool) -> None:
+    def __init__(self, exchange: Exchange) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self.exchange, self.usage = exchange, usage
+        self.exchange = exchange
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def tell() -> None:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            async with contextlib.aclosing(self.exchange.chunks(self.usage)) as chunks:  # type: ignore[type-var]
+            async with contextlib.aclosing(self.exchange.chunks()) as chunks:  # type: ignore[type-var]
                 async for chunk in chunks:
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
             await send({"type": "http.response.body", "body": b""})

@@ -3,16 +3,35 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
     from headmax.serve.cache import PrefixCache
     from headmax.serve.scheduler import Scheduler
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+COUNTS = {
+    "stores": "States that were kept.",
+    "evictions": "States that were dropped from memory for others.",
+    "failed_reads": "Files of the folder that were gone or damaged when they were needed.",
+}
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Counts(Collector):
+    """What a prefix cache counts by itself."""
+
+    def __init__(self, cache: PrefixCache) -> None:
+        self.cache = cache
+
+    def collect(self) -> Iterator[Metric]:
+        for name, about in COUNTS.items():
+            yield CounterMetricFamily(f"headmax_prefix_cache_{name}", about, self.cache.counts[name])
 
 
 class Metrics:
@@ -48,13 +67,12 @@ class Metrics:
         gauge("batch", "Choices that are being generated.").set_function(lambda: len(scheduler.running))
         if cache is None:
             return
+        self.registry.register(Counts(cache))
         used = Gauge("headmax_prefix_cache_bytes", "Memory of the states in the prefix cache.", ["place"], registry=self.registry)
         for tier in cache.tiers:
             used.labels(str(tier.device)).set_function(functools.partial(getattr, tier, "used"))
         if cache.folder is not None:
             used.labels("folder").set_function(functools.partial(getattr, cache.folder, "nbytes"))
-        for name in ("stores", "evictions", "failed"):
-            gauge(f"prefix_cache_{name}", f"Prefix cache: {name} so far.").set_function(functools.partial(cache.counts.__getitem__, name))
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

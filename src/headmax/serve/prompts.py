@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
@@ -11,14 +11,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from headmax.generate.prefill import Reader, prefill
-from headmax.generate.prefix import Fingerprint, PrefixState
+from headmax.generate.prefill import Reader, Together
 from headmax.generate.sampling import ALTERNATIVES
 from headmax.generate.step import State
 from headmax.models import HeadmaxForCausalLM
-from headmax.serve.cache import PrefixCache
-from headmax.serve.job import Job, NewToken
-from headmax.serve.tree import Node
+from headmax.serve.cache import Node, PrefixCache
+from headmax.serve.job import Job, Likeliest, NewToken
 
 
 class Pieces(NamedTuple):
@@ -27,7 +25,7 @@ class Pieces(NamedTuple):
     chunk: int
     """States are kept after whole chunks, counted from the text's start."""
     most: int
-    """Most tokens of prompts between two steps of those that decode; a piece has as many at most."""
+    """Most tokens of a piece, and of all prompts between two steps of those that decode."""
     exact: bool
     """Every piece ends with its chunk, so that each has the same shape whatever the cache holds."""
 
@@ -45,8 +43,8 @@ class Reading:
         self.scores: list[NewToken] = []
         self.logits: Tensor | None = None
         """[1, vocabulary] of what follows, once it has been read; None of a text for the cache alone."""
-        self.done: PrefixState | None = None
-        """What is known after it, where it was read beside others."""
+        self.known: tuple[State, ...] | None = None
+        """The states after it, where it was read beside others."""
         self.alone = False
         """Whether it must be read by itself, since reading it beside others has failed."""
         self.head = b""
@@ -62,16 +60,31 @@ class Reading:
 
     @property
     def position(self) -> int:
-        return len(self.tokens) if self.done is not None else 0 if self.reader is None else self.reader.position
+        return len(self.tokens) if self.known is not None else 0 if self.reader is None else self.reader.position
 
     def states(self) -> tuple[State, ...]:
         """After what has been read."""
         assert self.reader is not None
-        return self.reader.states() if self.done is None else self.done.states
+        return self.reader.states() if self.known is None else self.known
 
     @property
     def left(self) -> int:
         return len(self.tokens) - self.position
+
+
+class Piece:
+    """The next tokens of a text, or several whole texts: one pass, which may be left after any block."""
+
+    def __init__(self, group: list[Reading], count: int, blocks: int) -> None:
+        """`count` tokens of each, padding included; `blocks` are still to run over them."""
+        self.group, self.count, self.blocks = group, count, blocks
+        self.starts = [reading.position for reading in group]
+        self.together: Together | None = None
+        self.begun = False
+
+    @property
+    def tokens(self) -> int:
+        return self.count * len(self.group)
 
 
 class Prompts:
@@ -83,6 +96,8 @@ class Prompts:
         self.reading: list[Reading] = []
         self.later: deque[Reading] = deque(maxlen=64)
         self.turn = 0
+        self.piece: Piece | None = None
+        """The one under way."""
 
     def begin(self, job: Job) -> None:
         reading = Reading(job.tokens, job)
@@ -102,18 +117,26 @@ class Prompts:
         for reading in self.reading:
             reading.over = reading.over or reading.job is job
         self.reading = [reading for reading in self.reading if not reading.over]
+        if self.piece is not None and all(reading.over for reading in self.piece.group):
+            self.piece = None
 
-    def next(self, most: int) -> list[Reading]:
-        """The text whose turn it is, and others that are read beside it, `most` tokens in all; none if none is ready, or if its piece has
-        more while others were read already."""
+    def next(self, most: int, left: int) -> Piece | None:
+        """The piece under way, or another of `most` tokens at most; None if no text is ready, or if it has more than are `left`."""
+        if self.piece is None and (group := self._choose(most, left)):
+            count = 0 if group[0].error is not None else max(self._size(reading, most) for reading in group)
+            self.piece = Piece(group, count, len(self.model.model.layers))
+        return self.piece
+
+    def _choose(self, most: int, left: int) -> list[Reading]:
+        """The text whose turn it is, and others that are read beside it."""
         ready = [reading for reading in self.reading if self._ready(reading)]
         if ready:
             chosen = min(ready, key=lambda reading: reading.left) if self.turn % 2 else ready[0]
-            if most < self.pieces.most and (chosen.error is not None or self._size(chosen) > most):
+            if left < most and (chosen.error is not None or self._size(chosen, most) > left):
                 return []
             self.turn += 1
-            return [chosen, *self._beside(chosen, ready, most)]
-        while self.later and most == self.pieces.most:
+            return [chosen, *self._beside(chosen, ready, left)]
+        while self.later and left == most:
             reading = self.later[0]
             if not self._settled(reading):
                 assert self.cache is not None
@@ -130,7 +153,8 @@ class Prompts:
 
     def skim(self, most: int) -> list[Reading]:
         """Texts of which so few tokens are left that steps shall read them, beside those that decode; they are no longer read here."""
-        found = [reading for reading in self.reading if self._ready(reading) and self._short(reading, most)]
+        busy = () if self.piece is None else self.piece.group
+        found = [reading for reading in self.reading if reading not in busy and self._ready(reading) and self._short(reading, most)]
         for reading in found:
             reading.over = True
             self.reading.remove(reading)
@@ -144,46 +168,66 @@ class Prompts:
 
     def _beside(self, chosen: Reading, ready: list[Reading], most: int) -> list[Reading]:
         """Further texts that one pass reads from their start to their end, of similar length, so that padding wastes little."""
-        if not self._whole(chosen):
+        if not self._whole(chosen, most):
             return []
         group, longest, shortest = [chosen], len(chosen.tokens), len(chosen.tokens)
         for other in ready:
             length = len(other.tokens)
             long, short = max(longest, length), min(shortest, length)
-            if other is not chosen and 2 * short > long and (len(group) + 1) * long <= most and self._whole(other):
+            if other is not chosen and 2 * short > long and (len(group) + 1) * long <= most and self._whole(other, most):
                 group.append(other)
                 longest, shortest = long, short
         return group[1:]
 
-    def _whole(self, reading: Reading) -> bool:
+    def _whole(self, reading: Reading, most: int) -> bool:
         """Whether one pass can read it all, beside others."""
         if self.pieces.exact or reading.alone or reading.error is not None or reading.position or reading.job is None:
             return False
-        return not (reading.job.scored or reading.job.watched) and self._size(reading) == len(reading.tokens)
+        return not (reading.job.scored or reading.job.watched) and self._size(reading, most) == len(reading.tokens)
 
-    def read(self, group: list[Reading]) -> None:
-        """One piece of a text, or all of several; `over` says of each whether that was its last."""
-        if len(group) == 1:
-            self._read_piece(group[0])
-        else:
-            texts = [reading.tokens for reading in group]
-            known = prefill(self.model, texts, self.pieces.most, Fingerprint(self.model), [None] * len(group))
-            for reading, state in zip(group, known, strict=True):
-                reading.done, reading.logits = state, state.logits[None]
+    def read(self, blocks: int) -> Piece | None:
+        """Runs so many blocks over the piece under way, and gives it back once all have run: `over` then says of each of its texts whether
+        that was its last."""
+        piece = self.piece
+        assert piece is not None
+        self.piece = None  # whatever fails
+        hidden = self._run(piece, blocks)
+        piece.blocks -= blocks
+        if hidden is None:
+            self.piece = piece
+            return None
+        for row, reading in enumerate(piece.group):
+            if reading.over:  # cancelled meanwhile
+                continue
+            if piece.together is None:
+                self._end_piece(reading, piece.starts[0], hidden)
+            else:
+                reading.known, reading.logits = piece.together.states(row), hidden[row : row + 1]
                 if self.cache is not None and reading.position in reading.cuts:  # a copy: what one pass gives is in one memory
-                    self.cache.put(reading.tokens, tree_map_only(Tensor, torch.clone, state.states))
-        for reading in group:
-            reading.over = not reading.left
-            if reading.over:
+                    self.cache.put(reading.tokens, tree_map_only(Tensor, torch.clone, reading.known))
+            if not reading.left:
+                reading.over = True
                 (self.later if reading.job is None else self.reading).remove(reading)
+        return piece
 
-    def _read_piece(self, reading: Reading) -> None:
-        if reading.error is not None:
-            raise reading.error
+    def _run(self, piece: Piece, blocks: int) -> Tensor | None:
+        first = piece.group[0]
+        if len(piece.group) > 1:
+            if piece.together is None:
+                piece.together = Together(self.model, [reading.tokens for reading in piece.group])
+            return piece.together.advance(blocks)
+        if first.error is not None:
+            raise first.error
+        assert first.reader is not None
+        if not piece.begun:
+            first.reader.begin(piece.count)
+            piece.begun = True
+        return first.reader.advance(blocks)
+
+    def _end_piece(self, reading: Reading, start: int, hidden: Tensor) -> None:
+        """What is to be kept and told after a piece from `start` on, with outputs hidden [n, hidden]."""
         reader = reading.reader
         assert reader is not None
-        start = reader.position
-        hidden = reader.read(self._size(reading))
         if reading.job is not None and reading.job.scored:
             self._score(reading, start, hidden)
         if self.cache is not None and reader.position in reading.cuts:
@@ -191,13 +235,13 @@ class Prompts:
         if not reader.left and reading.job is not None and reading.job.max_new_tokens:
             reading.logits = reader.logits(hidden[-1:])
 
-    def _size(self, reading: Reading) -> int:
-        """Tokens of the next piece."""
-        at = reading.position
+    def _size(self, reading: Reading, most: int) -> int:
+        """Tokens of the next piece, which ends with a chunk or with its text."""
+        at, chunk = reading.position, self.pieces.chunk
         if self.pieces.exact:
-            return min(reading.left, self.pieces.chunk - at % self.pieces.chunk)
-        following = min((cut for cut in reading.cuts if cut > at), default=len(reading.tokens))
-        return min(following - at, self.pieces.most)
+            return min(reading.left, chunk - at % chunk)
+        end = min((cut for cut in reading.cuts if cut > at), default=len(reading.tokens))
+        return end - at if end - at <= most else max(chunk, (at + most) // chunk * chunk - at)
 
     @staticmethod
     def _settled(reading: Reading) -> bool:
@@ -281,7 +325,9 @@ class Prompts:
             return
         logprobs = reading.reader.logits(hidden[: len(targets)]).log_softmax(-1)
         chosen = logprobs.gather(1, targets.to(logprobs.device).unsqueeze(1))[:, 0].tolist()
-        values, ids = (x.tolist() for x in logprobs.topk(min(ALTERNATIVES, logprobs.shape[1]), dim=-1))
-        for n, token in enumerate(targets.tolist()):
-            likeliest = list(zip(ids[n], values[n], strict=True)) if reading.job.likeliest else None
-            reading.scores.append(NewToken(0, token, chosen[n], likeliest))
+        tops: Sequence[Likeliest | None] = [None] * len(chosen)
+        if reading.job.likeliest:
+            values, ids = (x.tolist() for x in logprobs.topk(min(ALTERNATIVES, logprobs.shape[1]), dim=-1))
+            tops = [list(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True)]
+        scores = zip(targets.tolist(), chosen, tops, strict=True)
+        reading.scores += [NewToken(0, token, logprob, likeliest) for token, logprob, likeliest in scores]

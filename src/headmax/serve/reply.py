@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import time
 import uuid
 from collections.abc import Iterable, Sequence
@@ -9,17 +10,19 @@ from typing import Any, NamedTuple
 
 from headmax.analysis.gates import Gate
 from headmax.serve.job import Gates, Likeliest, NewToken
-from headmax.serve.words import Words
+from headmax.serve.tokenizer import ServedTokenizer
 
 LEAST = -9999.0
 """Stands for log-probabilities that JSON has no number for."""
 
 
 class More(NamedTuple):
-    """What else to tell of each choice."""
+    """What else to tell of each choice, and in each event of a stream."""
 
     token_ids: bool = False
     gates: bool = False
+    usage: bool = False
+    """A stream's last event counts tokens, and all others have null there."""
 
 
 class News(NamedTuple):
@@ -35,11 +38,11 @@ class News(NamedTuple):
 class Continuation:
     """One choice: its tokens and text so far, and how much of them has been told."""
 
-    def __init__(self, index: int, words: Words | None, stops: Sequence[str], start: str = "") -> None:
-        """`start` is what the text begins with: the prompt, where that is echoed."""
+    def __init__(self, index: int, tokenizer: ServedTokenizer | None, stops: Sequence[str], prompt: Sequence[int], start: str = "") -> None:
+        """`start` is what the text begins with: the `prompt`, where that is echoed."""
         self.index = index
-        self.stream = None if words is None else words.stream(stops)
-        self.text = start
+        self.stream = None if tokenizer is None else tokenizer.stream(stops, prompt)
+        self.text, self.echoed = start, bool(start)
         self.tokens: list[int] = []
         self.scores: list[NewToken] = []
         self.gates: list[Gates] = []
@@ -47,6 +50,8 @@ class Continuation:
         self.finish: str | None = None
         self.told = (0, 0, 0)
         self.offset = 0
+        """Characters of the text before the next token that is told."""
+        self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self.closed = False
         """Whether the end has been told."""
 
@@ -80,9 +85,11 @@ class Reply:
 
     kind, object, chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, model: str, words: Words | None, choices: list[Continuation], *, logprobs: int | None, more: More) -> None:
+    def __init__(
+        self, model: str, tokenizer: ServedTokenizer | None, choices: list[Continuation], *, logprobs: int | None, more: More
+    ) -> None:
         """`logprobs`: how many of the likeliest tokens to tell; None to tell of none."""
-        self.words, self.choices, self.logprobs, self.more = words, choices, logprobs, more
+        self.tokenizer, self.choices, self.logprobs, self.more = tokenizer, choices, logprobs, more
         self.head = {"id": f"{self.kind}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self.prompt_tokens = self.cached_tokens = 0
 
@@ -114,10 +121,14 @@ class Reply:
         if not (ended or news.text or scored or named or news.gates):
             return None
         choice.closed = choice.finish is not None
-        return {**self.head, "object": self.chunk_object, "choices": [self._part(choice, news)]}
+        return self._event(self._part(choice, news))
 
     def usage_chunk(self) -> dict[str, Any]:
-        return {**self.head, "object": self.chunk_object, "choices": [], "usage": self.usage()}
+        return self._event() | {"usage": self.usage()}
+
+    def _event(self, *choices: dict[str, Any]) -> dict[str, Any]:
+        event = {**self.head, "object": self.chunk_object, "choices": choices}
+        return event | ({"usage": None} if self.more.usage else {})
 
     def _choice(self, choice: Continuation, news: News) -> dict[str, Any]:
         """Of a whole reply."""
@@ -136,10 +147,7 @@ class Reply:
     def _logprobs(self, choice: Continuation, scores: list[NewToken]) -> dict[str, Any]:
         """Of completions: lists side by side."""
         names = [self._name(score.token) for score in scores]
-        offsets = []
-        for name in names:
-            offsets.append(choice.offset)
-            choice.offset += len(name)
+        offsets = [self._offset(choice, score.token, name) for score, name in zip(scores, names, strict=True)]
         tops = [None if score.likeliest is None else dict(map(self._pair, self._top(score.likeliest))) for score in scores]
         return {
             "tokens": names,
@@ -148,6 +156,19 @@ class Reply:
             "text_offset": offsets,
         }
 
+    def _offset(self, choice: Continuation, token: int, name: str) -> int:
+        """Characters of the text before a token, which adds none if it is a control token or ends within a character."""
+        if self.tokenizer is None or token in self.tokenizer.special:
+            return choice.offset
+        if not name.startswith("bytes:"):
+            choice.offset += len(choice.utf8.decode(b"", True))
+        before = choice.offset
+        if choice.echoed and not before and name.startswith(" "):  # many tokenizers drop a text's first space
+            choice.offset += len(self.tokenizer.decode([token]))
+        else:
+            choice.offset += len(choice.utf8.decode(bytes(self.tokenizer.token(token)[1])))
+        return before
+
     def _top(self, likeliest: Likeliest) -> Likeliest:
         return likeliest[: self.logprobs or 0]
 
@@ -155,7 +176,7 @@ class Reply:
         return self._name(pair[0]), number(pair[1])
 
     def _name(self, token: int) -> str:
-        return f"token_id:{token}" if self.words is None else self.words.token(token)[0]
+        return f"token_id:{token}" if self.tokenizer is None else self.tokenizer.token(token)[0]
 
 
 def gates_shown(gates: Gates) -> dict[str, Any]:
@@ -177,7 +198,7 @@ class ChatReply(Reply):
         for choice in self.choices:
             delta = {"role": "assistant", "content": ""}
             made = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
-            yield {**self.head, "object": self.chunk_object, "choices": [made]}
+            yield self._event(made)
 
     def _choice(self, choice: Continuation, news: News) -> dict[str, Any]:
         made = super()._choice(choice, news)
@@ -196,8 +217,8 @@ class ChatReply(Reply):
         return self._entry(score.token, score.logprob) | {"top_logprobs": tops}
 
     def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:
-        assert self.words is not None
-        name, raw = self.words.token(token)
+        assert self.tokenizer is not None
+        name, raw = self.tokenizer.token(token)
         return {"token": name, "bytes": raw, "logprob": LEAST if logprob is None else number(logprob)}
 
 

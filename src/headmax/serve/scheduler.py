@@ -13,12 +13,13 @@ import torch
 from headmax.generate.sampling import NO_TOKEN
 from headmax.generate.step import Entry
 from headmax.models import HeadmaxForCausalLM
+from headmax.serve.batch import Asked, Batch, FirstTokens, Outcome, Wait
 from headmax.serve.cache import PrefixCache
+from headmax.serve.gates import GateReadings, gates_of
 from headmax.serve.job import Choice, Closed, Ended, Event, Failed, Full, Job, NewToken, Read
-from headmax.serve.lanes import Asked, FirstTokens, Lanes, Outcome, Wait
 from headmax.serve.metrics import Metrics
-from headmax.serve.prompts import Pieces, Prompts, Reading
-from headmax.serve.watch import Watches, gates_of
+from headmax.serve.pace import Pace
+from headmax.serve.prompts import Piece, Pieces, Prompts, Reading
 
 logger = logging.getLogger("headmax")
 
@@ -29,8 +30,8 @@ MOST_FAILURES = 3
 
 
 class Scheduler:
-    """Each turn of the thread admits jobs in the order they came, reads pieces of prompts up to a number of tokens, and moves all choices
-    in slots on by one token: nobody who generates waits for more than that.
+    """Each turn of the thread admits jobs in the order they came, reads parts of prompts for about as long as a step takes, and moves all
+    choices in slots on by one token: nobody who generates waits for more than that.
 
     Its methods may be called from any thread; `Job.listen` is called in the scheduler's.
     """
@@ -38,7 +39,7 @@ class Scheduler:
     def __init__(
         self,
         model: HeadmaxForCausalLM,
-        lanes: Lanes,
+        batch: Batch,
         *,
         pieces: Pieces,
         cache: PrefixCache | None = None,
@@ -54,12 +55,13 @@ class Scheduler:
                 long as many steps, and 1 elsewhere.
             ahead: steps that may be under way on the device while the host looks at an earlier one; by default 1 on a GPU.
         """
-        self.model, self.lanes, self.cache, self.pieces, self.queue = model, lanes, cache, pieces, queue
+        self.model, self.batch, self.cache, self.pieces, self.queue = model, batch, cache, pieces, queue
         self.ahead = (1 if model.device.type == "cuda" else 0) if ahead is None else ahead
         self.feed = (16 if model.device.type == "cuda" else 1) if feed is None else feed
         self.metrics = Metrics() if metrics is None else metrics
         self.first = FirstTokens(model, 1 if pieces.exact else MOST_FIRST)
         self.prompts = Prompts(model, cache, pieces, self.wake)
+        self.pace = Pace(pieces.chunk, pieces.most, model.device)
         self.changed = threading.Condition()
         self.version = 0
         self.waiting: deque[Job] = deque()
@@ -71,7 +73,7 @@ class Scheduler:
         self.running: dict[int, Choice] = {}
         self.pending: deque[tuple[dict[int, Choice], Wait]] = deque()
         self.failures = 0
-        self.watches = Watches(self._tell)
+        self.gates = GateReadings(self._tell)
         self.metrics.watch(self, cache)
         self.thread = threading.Thread(target=self._run, name="headmax-scheduler", daemon=True)
 
@@ -133,17 +135,19 @@ class Scheduler:
     def _jobs(self) -> set[Job]:
         """All that were admitted and have not ended."""
         reading = {reading.job for reading in (*self.prompts.reading, *(reading for reading, _ in self.ready))}
-        return {job for job in reading if job is not None} | {choice.job for choice in self.running.values()} | set(self.watches.watches)
+        return {job for job in reading if job is not None} | {choice.job for choice in self.running.values()} | set(self.gates.under_way)
 
     def _turn(self) -> bool:
         """One round of the loop; whether there is another."""
         seen = self.version
         self._cancel()
         busy = self._admit()
-        busy = self._read() or busy
-        busy = self._enter() or busy
-        busy = self._decode() or busy
-        busy = self._watch() or busy
+        self._skim()
+        generating = bool(self.running)
+        entered = self._enter()
+        read = not (entered and generating) and self._read()  # either may take as long as a step
+        busy = self._decode() or entered or read or busy
+        busy = self._read_gates() or busy
         with self.changed:
             if self.closing and not (self.draining and (self.waiting or self._jobs())):
                 return False
@@ -163,7 +167,7 @@ class Scheduler:
                 self._drop(job)
             elif choice not in job.cancelled_choices:
                 job.cancelled_choices.add(choice)
-                self.watches.drop(job)
+                self.gates.drop(job)
                 for slot, running in list(self.running.items()):
                     if running.job is job and running.choice == choice:
                         self._leave(slot)
@@ -173,7 +177,7 @@ class Scheduler:
         """Forgets a job wherever it is; its slots are free."""
         job.cancelled = True
         self.prompts.drop(job)
-        self.watches.drop(job)
+        self.gates.drop(job)
         self.ready = deque(entry for entry in self.ready if entry[0].job is not job)
         for slot, choice in list(self.running.items()):
             if choice.job is job:
@@ -193,7 +197,7 @@ class Scheduler:
     def _admit(self) -> bool:
         """Begins to read the prompts of those who waited longest, as many as there are slots for."""
         begun = False
-        while self.waiting and len(self.prompts.reading) + sum(len(choices) for _, choices in self.ready) < self.lanes.free():
+        while self.waiting and len(self.prompts.reading) + sum(len(choices) for _, choices in self.ready) < self.batch.free():
             with self.changed:
                 job = self.waiting.popleft()
             job.open = len(job.rules)
@@ -205,36 +209,48 @@ class Scheduler:
             begun = True
         return begun
 
-    def _read(self) -> bool:
-        """Pieces of prompts, as many as may come between two steps; at least one if there is any."""
-        short = self.prompts.skim(self.feed)
-        for reading in short:
+    def _skim(self) -> None:
+        """Leaves the few tokens that are left of some prompts to the steps."""
+        for reading in self.prompts.skim(self.feed):
             assert reading.job is not None
             self.metrics.read.inc(reading.left)
             self._has_read(reading, reading.job)
-        left = self.pieces.most
-        while group := self.prompts.next(left):
-            left -= max(1, self._read_group(group))
-            if left <= 0 or group[0].job is None:
-                return True
-        return bool(short) or left < self.pieces.most
 
-    def _read_group(self, group: list[Reading]) -> int:
-        """One piece of one text, or several texts in one pass. How many tokens."""
-        before = [reading.position for reading in group]
+    def _read(self) -> bool:
+        """Pieces of prompts, `pieces.most` tokens at most; beside those who generate for about as long as a step, one block at least."""
+        beside = bool(self.running)
+        most = left = self.pace.tokens() if beside else self.pieces.most
+        seconds, busy = self.pace.budget, False
+        while left > 0 and (piece := self.prompts.next(most, left)) is not None:
+            blocks, cost = self.pace.blocks(piece.tokens, seconds) if beside else (piece.blocks, 0.0)
+            if busy and not blocks:
+                break
+            blocks = min(max(1, blocks), piece.blocks)
+            busy, seconds = True, seconds - blocks * cost
+            if not self._read_piece(piece, blocks) or piece.group[0].job is None:
+                break
+            left -= max(1, piece.tokens)
+        return busy
+
+    def _read_piece(self, piece: Piece, blocks: int) -> bool:
+        """Some blocks of a piece; whether they were its last."""
+        watch = self.pace.start()
         try:
-            self.prompts.read(group)
+            ended = self.prompts.read(blocks) is not None
+            self.pace.read(watch, piece.tokens, blocks)
         except Exception as error:  # such as too little memory for it
-            self._reading_failed(group, error)
-            return 0
-        for reading, start in zip(group, before, strict=True):
-            if reading.job is not None:
+            self._reading_failed(piece.group, error)
+            return True
+        if not ended:
+            return False
+        for reading, start in zip(piece.group, piece.starts, strict=True):
+            if reading.job is not None and not reading.job.cancelled:
                 self.metrics.read.inc(reading.position - start)
                 if reading.job.watched and reading.reader is not None:
                     self._tell(reading.job, gates_of(reading.reader, reading.position - start))
                 if reading.over:
                     self._has_read(reading, reading.job)
-        return sum(reading.position for reading in group) - sum(before)
+        return True
 
     def _reading_failed(self, group: list[Reading], error: Exception) -> None:
         """Who was read alone fails; of several each is tried by itself."""
@@ -250,6 +266,7 @@ class Scheduler:
             self.prompts.later.remove(reading)
         else:
             self._fail(reading.job, error)
+        self.check_device()
 
     def _has_read(self, reading: Reading, job: Job) -> None:
         if self.cache is not None:
@@ -257,7 +274,7 @@ class Scheduler:
         self.metrics.cached.inc(reading.cached)
         self._tell(job, Read(reading.cached, reading.scores if job.scored else None))
         if job.watched and reading.reader is not None:
-            self.watches.begin(job, reading.reader)
+            self.gates.begin(job, reading.reader)
         if job.max_new_tokens:
             self.ready.append((reading, list(range(len(job.rules)))))
         else:
@@ -267,9 +284,9 @@ class Scheduler:
     def _enter(self) -> bool:
         """First tokens, and slots for those who go on, in the order in which prompts were read."""
         entered = False
-        while self.ready and self.lanes.free():
+        while self.ready and self.batch.free():
             begun: list[tuple[Reading, Choice]] = []
-            while self.ready and len(begun) < min(self.lanes.free(), self.first.rows):
+            while self.ready and len(begun) < min(self.batch.free(), self.first.rows):
                 reading, choices = self.ready[0]
                 number = choices.pop(0)
                 if not choices:
@@ -286,6 +303,7 @@ class Scheduler:
                 logger.exception("first tokens failed")
                 for job in {choice.job for _, choice in begun}:
                     self._fail(job, error)
+                self.check_device()
             entered = True
         return entered
 
@@ -304,7 +322,7 @@ class Scheduler:
         if going:
             texts = [torch.cat([choice.job.tokens, torch.tensor(choice.new, dtype=torch.int64)]) for _, choice in going]
             entries = [Entry(reading.states(), text, 1, choice.rules) for (reading, choice), text in zip(going, texts, strict=True)]
-            self.running.update(zip(self.lanes.enter(entries), (choice for _, choice in going), strict=True))
+            self.running.update(zip(self.batch.enter(entries), (choice for _, choice in going), strict=True))
 
     def _begin_short(self, begun: list[tuple[Reading, Choice]]) -> None:
         """Slots for choices whose prompt's end is left to steps."""
@@ -315,7 +333,7 @@ class Scheduler:
             at = reading.position
             choice.launched, choice.feed = 1 - reading.left, deque(choice.job.tokens[at:].tolist())
             entries.append(Entry(reading.states(), choice.job.tokens[: at + 1], 0, choice.rules))
-        self.running.update(zip(self.lanes.enter(entries), (choice for _, choice in begun), strict=True))
+        self.running.update(zip(self.batch.enter(entries), (choice for _, choice in begun), strict=True))
 
     def _decode(self) -> bool:
         """Launches a step of all that want one, and takes what an earlier one gave."""
@@ -323,8 +341,10 @@ class Scheduler:
         if going:
             try:
                 if fed := {slot: choice.feed.popleft() for slot, choice in going.items() if choice.feed}:
-                    self.lanes.feed(fed)
-                wait = self.lanes.run({slot: choice.features for slot, choice in going.items()})
+                    self.batch.feed(fed)
+                watch = self.pace.start()
+                wait = self.batch.run({slot: choice.features for slot, choice in going.items()})
+                self.pace.stepped(watch)
                 for choice in going.values():
                     choice.launched += 1
                 self._mark(going)
@@ -337,29 +357,36 @@ class Scheduler:
             self._take(*self.pending.popleft())
             took = True
         if took:
-            for source, target in self.lanes.compact().items():
+            for source, target in self.batch.compact().items():
                 self.running[target] = self.running.pop(source)
         return bool(going) or took
 
     def _step_failed(self, error: Exception) -> None:
         """Those in slots have lost their states; the others go on, unless it happens again and again."""
         logger.error("a step failed", exc_info=error)
-        self.failures += 1
         self.pending.clear()
         for job in {choice.job for choice in self.running.values()}:
             self._fail(job, error)
+        self.failures += 1
         if self.failures >= MOST_FAILURES:
             raise error
+        self.check_device()
 
-    def _watch(self) -> bool:
+    def check_device(self) -> None:
+        """After a failure: raises if the device has failed for good, as after most CUDA errors, so that `broken` says so."""
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+
+    def _read_gates(self) -> bool:
         """The gates of one text's new tokens; whether there were any."""
-        job = self.watches.next()
+        job = self.gates.next()
         if job is not None:
             try:
-                self.watches.read(job)
+                self.gates.read(job)
             except Exception as error:
                 logger.exception("reading gates failed")
                 self._fail(job, error)
+                self.check_device()
         return job is not None
 
     def _take(self, launched: dict[int, Choice], wait: Wait) -> None:
@@ -388,7 +415,7 @@ class Scheduler:
         choice.new.append(outcome.token)
         self._tell(job, NewToken(choice.choice, *outcome))
         if job.watched:
-            self.watches.token(job, outcome.token)
+            self.gates.token(job, outcome.token)
         stopped = outcome.token in job.stop_tokens
         if not stopped and len(choice.new) < job.max_new_tokens:
             return True
@@ -397,7 +424,7 @@ class Scheduler:
 
     def _end(self, job: Job, event: Ended) -> None:
         self._close(job)
-        (self.watches.end if job.watched else self._tell)(job, event)
+        (self.gates.end if job.watched else self._tell)(job, event)
 
     def _close(self, job: Job) -> None:
         """One choice less that is open."""
@@ -409,7 +436,7 @@ class Scheduler:
         """Frees a slot, and keeps what the prefix cache may want of it."""
         choice = self.running.pop(slot)
         choice.done = True
-        self.lanes.leave(slot)
+        self.batch.leave(slot)
         if self.cache is None:
             return
         text = torch.cat([choice.job.tokens, torch.tensor(choice.new, dtype=torch.int64)])
@@ -429,6 +456,6 @@ class Scheduler:
         for choice in ends.values():
             choice.mark = None
         with contextlib.suppress(torch.OutOfMemoryError):
-            taken = self.lanes.take(list(ends), [choice.fed for choice in ends.values()])
+            taken = self.batch.take(list(ends), [choice.fed for choice in ends.values()])
             for choice, states in zip(ends.values(), taken, strict=True):
                 choice.mark = choice.fed, states

@@ -20,27 +20,27 @@ from headmax.generate.engine import Engine
 from headmax.generate.prefix import fingerprint
 from headmax.models import HeadmaxForCausalLM
 from headmax.serve.app import make_app
+from headmax.serve.batch import Batch, SeparateSteps, SharedBatch
 from headmax.serve.cache import PrefixCache
 from headmax.serve.chat import end_tokens
 from headmax.serve.config import ServerConfig
 from headmax.serve.folder import Folder
-from headmax.serve.lanes import Apart, Batch, Lanes
 from headmax.serve.prompts import Pieces
 from headmax.serve.scheduler import Scheduler
 from headmax.serve.service import Service
-from headmax.serve.words import Words
+from headmax.serve.tokenizer import ServedTokenizer
 from headmax.train.loading import has_tokenizer, load_model, load_tokenizer
 from headmax.train.parallel import find_device
 
 logger = logging.getLogger("headmax")
 
 
-def make_lanes(model: HeadmaxForCausalLM, config: ServerConfig, state_dtype: torch.dtype = torch.float32) -> Lanes:
+def make_batch(model: HeadmaxForCausalLM, config: ServerConfig, state_dtype: torch.dtype = torch.float32) -> Batch:
     """Slots: under --deterministic each by itself on a CPU, and in batches of one size on a GPU, whose kernels treat all rows alike."""
     length = config.max_length if any(model.model.uses_attention) else None
     if config.deterministic and model.device.type != "cuda":
-        return Apart(model, config.max_batch, state_dtype, length)
-    return Batch(model, config.max_batch, state_dtype, length, fixed=config.deterministic)
+        return SeparateSteps(model, config.max_batch, state_dtype, length)
+    return SharedBatch(model, config.max_batch, state_dtype, length, fixed=config.deterministic)
 
 
 def origin(model: HeadmaxForCausalLM, config: ServerConfig) -> str:
@@ -68,8 +68,8 @@ def make_cache(model: HeadmaxForCausalLM, config: ServerConfig) -> PrefixCache |
 def make_scheduler(model: HeadmaxForCausalLM, config: ServerConfig, state_dtype: torch.dtype = torch.float32) -> Scheduler:
     """With its slots and its prefix cache; not running yet."""
     pieces = Pieces(config.chunk, max(config.piece, config.chunk), config.deterministic)
-    lanes = make_lanes(model, config, state_dtype)
-    return Scheduler(model.eval(), lanes, pieces=pieces, cache=make_cache(model, config), queue=config.queue)
+    batch = make_batch(model, config, state_dtype)
+    return Scheduler(model.eval(), batch, pieces=pieces, cache=make_cache(model, config), queue=config.queue)
 
 
 def make_service(
@@ -77,8 +77,8 @@ def make_service(
 ) -> Service:
     """Everything but the socket; the scheduler is running."""
     scheduler = make_scheduler(model, config, state_dtype)
-    words = None if tokenizer is None else Words(tokenizer)
-    return Service(config, scheduler.start(), words, model.config.vocab_size, end_tokens(model, tokenizer))
+    served = None if tokenizer is None else ServedTokenizer(tokenizer)
+    return Service(config, scheduler.start(), served, model.config.vocab_size, end_tokens(model, tokenizer))
 
 
 def load_service(
@@ -93,12 +93,12 @@ def load_service(
 ) -> Service:
     """`make_service` for a checkpoint, with its own tokenizer or another's, and a chat template from a file if given."""
     model = load_model(checkpoint, find_device(device), getattr(torch, dtype) if dtype else None)
-    words = load_tokenizer(tokenizer or checkpoint) if tokenizer is not None or has_tokenizer(checkpoint) else None
+    loaded = load_tokenizer(tokenizer or checkpoint) if tokenizer is not None or has_tokenizer(checkpoint) else None
     if template is not None:
-        if words is None:
+        if loaded is None:
             raise ValueError("--chat-template needs a tokenizer: --tokenizer names a folder with one")
-        words.chat_template = durable.read_text(template)
-    return make_service(model, config, words, getattr(torch, state_dtype))
+        loaded.chat_template = durable.read_text(template)
+    return make_service(model, config, loaded, getattr(torch, state_dtype))
 
 
 def listen(host: str, port: int) -> socket.socket:

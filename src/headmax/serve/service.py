@@ -13,29 +13,34 @@ from starlette.responses import HTMLResponse, Response
 
 from headmax import durable
 from headmax.generate.sampling import Sampling
-from headmax.serve import openapi, playground
+from headmax.serve import pages
 from headmax.serve.config import ServerConfig
 from headmax.serve.errors import ApiError, json_response
-from headmax.serve.exchange import EventStream, Exchange
-from headmax.serve.inbox import Mail
+from headmax.serve.exchange import EventLoop, EventStream, Exchange
 from headmax.serve.job import Job
 from headmax.serve.metrics import CONTENT_TYPE
 from headmax.serve.reply import ChatReply, Continuation, More, Reply
 from headmax.serve.scheduler import Scheduler
 from headmax.serve.schema import ChatBody, CompletionBody, Generation, check
-from headmax.serve.words import Words
+from headmax.serve.tokenizer import ServedTokenizer
 
 MOST_TOGETHER = 1024
 """Choices of all prompts of a request."""
 
 
+def more(body: Generation) -> More:
+    return More(body.return_token_ids, body.return_gates, body.stream_options is not None and body.stream_options.include_usage)
+
+
 class Service:
     """The endpoints of one model."""
 
-    def __init__(self, config: ServerConfig, scheduler: Scheduler, words: Words | None, vocabulary: int, ends: frozenset[int]) -> None:
-        self.config, self.scheduler, self.words, self.vocabulary, self.ends = config, scheduler, words, vocabulary, ends
+    def __init__(
+        self, config: ServerConfig, scheduler: Scheduler, tokenizer: ServedTokenizer | None, vocabulary: int, ends: frozenset[int]
+    ) -> None:
+        self.config, self.scheduler, self.tokenizer, self.vocabulary, self.ends = config, scheduler, tokenizer, vocabulary, ends
         self.created = int(time.time())
-        self.mail: Mail | None = None
+        self.loop: EventLoop | None = None
 
     async def models(self, request: Request) -> Response:
         return json_response({"object": "list", "data": [self._model()]})
@@ -55,13 +60,13 @@ class Service:
         return Response(self.scheduler.metrics.text(), headers={"content-type": CONTENT_TYPE})
 
     async def openapi(self, request: Request) -> Response:
-        return json_response(openapi.document(self.config.name))
+        return json_response(pages.openapi(self.config.name))
 
     async def docs(self, request: Request) -> Response:
-        return HTMLResponse(openapi.page(self.config.name))
+        return HTMLResponse(pages.docs(self.config.name))
 
     async def page(self, request: Request) -> Response:
-        return playground.part(request.url.path)
+        return pages.part(request.url.path)
 
     async def completions(self, request: Request) -> Response:
         body = check(CompletionBody, await self._json(request))
@@ -73,42 +78,46 @@ class Service:
             raise ApiError(400, f"prompt: a request may have {most}", param="prompt")
         prompts = [await self._tokens(prompt) for prompt in body.prompt]
         starts = [""] * len(prompts)
-        if body.echo and self.words is not None:
-            starts = [given if isinstance(given, str) else self.words.decode(ids) for given, ids in zip(body.prompt, prompts, strict=True)]
-        choices = self._continuations(body, [start for start in starts for _ in range(body.n)])
-        reply = Reply(self.config.name, self.words, choices, logprobs=body.logprobs, more=More(body.return_token_ids, body.return_gates))
+        if body.echo and self.tokenizer is not None:
+            starts = [
+                given if isinstance(given, str) else self.tokenizer.decode(ids) for given, ids in zip(body.prompt, prompts, strict=True)
+            ]
+        choices = self._continuations(body, prompts, starts)
+        reply = Reply(self.config.name, self.tokenizer, choices, logprobs=body.logprobs, more=more(body))
         jobs = self._jobs(body, prompts, body.max_tokens, body.logprobs, scored=body.echo and body.logprobs is not None)
         return await self._answer(request, body, jobs, reply)
 
     async def chat(self, request: Request) -> Response:
         body = check(ChatBody, await self._json(request))
         self._check_model(body.model)
-        if self.words is None:
+        if self.tokenizer is None:
             raise ApiError(400, "this server has no tokenizer: use /v1/completions with token ids")
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs: needs logprobs", param="top_logprobs")
-        ids = await self.words.encode_chat([message.model_dump(exclude_none=True) for message in body.messages])
+        ids = await self.tokenizer.encode_chat([message.model_dump(exclude_none=True) for message in body.messages])
         self._check_tokens(ids, "messages")
         asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         limit = max(1, self.config.max_length - len(ids)) if asked is None else asked
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        choices = self._continuations(body, [""] * body.n)
-        reply = ChatReply(self.config.name, self.words, choices, logprobs=logprobs, more=More(body.return_token_ids, body.return_gates))
+        choices = self._continuations(body, [ids], [""])
+        reply = ChatReply(self.config.name, self.tokenizer, choices, logprobs=logprobs, more=more(body))
         return await self._answer(request, body, self._jobs(body, [ids], limit, logprobs), reply)
 
     async def _answer(self, request: Request, body: Generation, jobs: Sequence[Job], reply: Reply) -> Response:
-        if self.mail is None:
-            self.mail = Mail(asyncio.get_running_loop())
+        if self.loop is None:
+            self.loop = EventLoop(asyncio.get_running_loop())
         reply.prompt_tokens = sum(len(job.tokens) for job in jobs)
-        exchange = Exchange(self.scheduler, self.mail, jobs, reply, self.config.timeout)
+        exchange = Exchange(self.scheduler, self.loop, jobs, reply, self.config.timeout)
         if body.stream:
-            return EventStream(exchange, body.stream_options is not None and body.stream_options.include_usage)
+            return EventStream(exchange)
         return await exchange.whole(request)
 
-    def _continuations(self, body: Generation, starts: Sequence[str]) -> list[Continuation]:
-        if body.stop and self.words is None:
+    def _continuations(self, body: Generation, prompts: Sequence[Sequence[int]], starts: Sequence[str]) -> list[Continuation]:
+        """The choices of all prompts, whose texts begin with `starts`."""
+        if body.stop and self.tokenizer is None:
             raise ApiError(400, "stop: this server has no tokenizer; use stop_token_ids", param="stop")
-        return [Continuation(index, self.words, body.stop, start) for index, start in enumerate(starts)]
+        pairs = [pair for pair in zip(prompts, starts, strict=True) for _ in range(body.n)]
+        return [Continuation(index, self.tokenizer, body.stop, prompt, start) for index, (prompt, start) in enumerate(pairs)]
 
     def _jobs(
         self, body: Generation, prompts: Sequence[Sequence[int]], limit: int, logprobs: int | None, scored: bool = False
@@ -162,9 +171,9 @@ class Service:
 
     async def _tokens(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
-            if self.words is None:
+            if self.tokenizer is None:
                 raise ApiError(400, "prompt: this server has no tokenizer; give token ids", param="prompt")
-            prompt = await self.words.encode(prompt)
+            prompt = await self.tokenizer.encode(prompt)
         self._check_tokens(prompt, "prompt")
         return prompt
 

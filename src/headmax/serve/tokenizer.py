@@ -27,13 +27,15 @@ def byte_letters() -> dict[str, int]:
     return shown | {chr(256 + n): byte for n, byte in enumerate(hidden)}
 
 
-class Words:
-    """A tokenizer, for the coroutines of one event loop."""
+class ServedTokenizer:
+    """For the coroutines of one event loop."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.encoder, self.decoder = tokenizer, copy.deepcopy(tokenizer)
         self.chat = Chat(self.encoder)
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="headmax-tokenizer")
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        self.special = {*tokenizer.all_special_ids, *(number for number, token in added.items() if token.special)}
         self.letters = byte_letters() if "ByteLevel" in repr(getattr(tokenizer, "backend_tokenizer", tokenizer).decoder) else None
 
     async def encode(self, text: str) -> list[int]:
@@ -51,9 +53,9 @@ class Words:
         except ValueError as error:
             raise ApiError(400, str(error)) from None
 
-    def stream(self, stops: Sequence[str]) -> TextStream:
-        """The text of tokens that come one by one."""
-        return TextStream(self.decoder, stops)
+    def stream(self, stops: Sequence[str], before: Sequence[int] = ()) -> TextStream:
+        """The text of tokens that come one by one after those of a prompt."""
+        return TextStream(self.decoder, stops, before)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self.decoder.decode(tokens, skip_special_tokens=True)
@@ -67,7 +69,8 @@ class Words:
         elif self.letters is not None and all(letter in self.letters for letter in piece):
             raw = bytes(self.letters[letter] for letter in piece)
         else:
-            text = self.decoder.decode([token], skip_special_tokens=False)
+            once, twice = (self.decoder.decode([token] * n, skip_special_tokens=False) for n in (1, 2))
+            text = twice[len(once) :]  # with its space, which many tokenizers drop at the start of a text
             return text, list(text.encode())
         try:
             return raw.decode(), list(raw)

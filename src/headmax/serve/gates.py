@@ -15,7 +15,7 @@ Tell = Callable[[Job, Event], None]
 
 
 @dataclass(eq=False)
-class Watch:
+class GateReading:
     """A text, the tokens of it that are still to be read, and its end once that has come."""
 
     reader: Reader
@@ -23,34 +23,34 @@ class Watch:
     ended: Ended | None = None
 
 
-class Watches:
+class GateReadings:
     """For one thread. Each turn reads what is new of one text, in turns: others wait for one small forward pass at most."""
 
     def __init__(self, tell: Tell) -> None:
         self.tell = tell
-        self.watches: dict[Job, Watch] = {}
+        self.under_way: dict[Job, GateReading] = {}
 
     def begin(self, job: Job, reader: Reader) -> None:
         """From a prompt on that `reader` has read."""
-        self.watches[job] = Watch(reader)
+        self.under_way[job] = GateReading(reader)
 
     def token(self, job: Job, token: int) -> None:
-        self.watches[job].new.append(token)
+        self.under_way[job].new.append(token)
 
     def end(self, job: Job, event: Ended) -> None:
         """To be told after the gates of the last token."""
-        self.watches[job].ended = event
+        self.under_way[job].ended = event
 
     def drop(self, job: Job) -> None:
-        self.watches.pop(job, None)
+        self.under_way.pop(job, None)
 
     def next(self) -> Job | None:
         """The job whose turn it is."""
-        return next((job for job, watch in self.watches.items() if watch.new or watch.ended is not None), None)
+        return next((job for job, watch in self.under_way.items() if watch.new or watch.ended is not None), None)
 
     def read(self, job: Job) -> None:
         """What is new of a job's text; it is the last in line then."""
-        watch = self.watches.pop(job)
+        watch = self.under_way.pop(job)
         if watch.new:
             reader, count = watch.reader, len(watch.new)
             reader.text = torch.cat([reader.text, torch.tensor(watch.new)])
@@ -60,7 +60,7 @@ class Watches:
         if watch.ended is not None:
             self.tell(job, watch.ended)
         else:
-            self.watches[job] = watch
+            self.under_way[job] = watch
 
 
 def gates_of(reader: Reader, count: int) -> Gates:

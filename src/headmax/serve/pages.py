@@ -1,15 +1,42 @@
-"""The description of the interface: /openapi.json, and /docs as a page that loads nothing from elsewhere."""
+"""Pages that load nothing from elsewhere: / to try a prompt, where each token has the colour of the head that wins it, and /docs; and the
+description of the interface at /openapi.json."""
 
 from __future__ import annotations
 
 import functools
 import html
 from importlib.metadata import PackageNotFoundError, version
+from importlib.resources import files
 from typing import Any
 
 from pydantic.json_schema import models_json_schema
+from starlette.responses import Response
 
 from headmax.serve.schema import ChatBody, CompletionBody
+
+PARTS = {
+    "/": ("text/html", ("headmax.serve/page/index.html",)),
+    "/page.css": ("text/css", ("headmax.analysis/page/style.css", "headmax.serve/page/page.css")),
+    "/page.js": ("text/javascript", ("headmax.analysis/page/heads.js", "headmax.serve/page/page.js")),
+}
+"""Each path's type, and the files that make it: what the report of `headmax inspect` has too, and what only this page has."""
+HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+}
+
+
+@functools.cache
+def text(path: str) -> str:
+    names = (name.partition("/") for name in PARTS[path][1])
+    return "\n".join((files(package) / name).read_text(encoding="utf-8") for package, _, name in names)
+
+
+def part(path: str) -> Response:
+    return Response(text(path), headers=HEADERS, media_type=PARTS[path][0])
+
 
 ERROR = {
     "type": "object",
@@ -33,7 +60,7 @@ PATHS = (
 
 
 @functools.cache
-def document(name: str) -> dict[str, Any]:
+def openapi(name: str) -> dict[str, Any]:
     """OpenAPI 3.1."""
     _, schemas = models_json_schema([(CompletionBody, "validation"), (ChatBody, "validation")], ref_template="#/components/schemas/{model}")
     paths: dict[str, Any] = {}
@@ -50,20 +77,21 @@ def document(name: str) -> dict[str, Any]:
     except PackageNotFoundError:  # run from its source
         number = "unknown"
     components = {"schemas": {**schemas["$defs"], "Error": ERROR}, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}
-    return {"openapi": "3.1.0", "info": {"title": f"headmax serve: {name}", "version": number}, "paths": paths, "components": components}
+    info = {"title": f"headmax serve: {name}", "version": number}
+    return {"openapi": "3.1.0", "info": info, "security": [{"key": []}, {}], "paths": paths, "components": components}
 
 
 def _json(name: str) -> dict[str, Any]:
     return {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
 
 
-def page(name: str) -> str:
+def docs(name: str) -> str:
     """The same to read."""
     rows = []
     for method, path, about, body in PATHS:
         rows.append(f"<h2><code>{method.upper()} {html.escape(path)}</code></h2><p>{html.escape(about)}</p>")
         if body is not None:
-            fields = document(name)["components"]["schemas"][body.__name__]
+            fields = openapi(name)["components"]["schemas"][body.__name__]
             rows.append("<table><tr><th>field</th><th>type</th><th>default</th><th>about</th></tr>")
             rows += [_row(field, about, field in fields["required"]) for field, about in fields["properties"].items()]
             rows.append("</table>")

@@ -10,7 +10,9 @@ from transformers import PreTrainedTokenizerFast
 from headmax.data.tokenizer import mistral
 from headmax.serve.chat import Chat
 from headmax.serve.errors import ApiError, to_json
-from headmax.serve.words import Words
+from headmax.serve.job import NewToken
+from headmax.serve.reply import Continuation, More, Reply
+from headmax.serve.tokenizer import ServedTokenizer
 from tests.generate.checkpoint import make_tokenizer
 
 from .calling import TEMPLATE
@@ -72,7 +74,7 @@ def test_control_tokens_in_messages_are_spelled_out(make) -> None:  # type: igno
 def test_a_template_that_refuses_or_fails_is_the_callers_mistake() -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('roles must take turns') }}"
-    words = Words(tokenizer)
+    words = ServedTokenizer(tokenizer)
     with pytest.raises(ApiError, match="messages do not fit the chat template: roles must take turns"):
         asyncio.run(words.encode_chat([{"role": "user", "content": "a"}]))
     with pytest.raises(ApiError, match="text is not Unicode: half a surrogate pair"):
@@ -80,7 +82,7 @@ def test_a_template_that_refuses_or_fails_is_the_callers_mistake() -> None:
 
 
 def test_tokens_have_names_and_bytes() -> None:
-    words = Words(make_tokenizer())
+    words = ServedTokenizer(make_tokenizer())
     ids = words.encoder("aö \n")["input_ids"]
     names, raw = zip(*map(words.token, ids), strict=True)
     assert b"".join(map(bytes, raw)) == "aö \n".encode()
@@ -88,13 +90,32 @@ def test_tokens_have_names_and_bytes() -> None:
     assert words.token(1) == ("</s>", list(b"</s>"))
     pytest.importorskip("mistral_common")
     loaded = mistral()
-    llama = Words(PreTrainedTokenizerFast(tokenizer_object=loaded.tokenizer))
+    llama = ServedTokenizer(PreTrainedTokenizerFast(tokenizer_object=loaded.tokenizer))
     assert llama.letters is None
     assert llama.token(3 + 0xC3) == ("bytes:\\xc3", [0xC3])
+    ids = llama.encoder("see the sea  é</s>")["input_ids"]
+    names = [llama.token(token)[0] for token in ids]
+    assert names[:4] == ["<s>", " see", " the", " sea"], "with their spaces, so that no two are alike"
+    assert "".join(names) == "<s> see the sea  é</s>"
+
+
+def test_offsets_are_those_of_the_text() -> None:
+    """Of an echoed prompt too, whose first space and control tokens are not in its text."""
+    pytest.importorskip("mistral_common")
+    for words in (ServedTokenizer(PreTrainedTokenizerFast(tokenizer_object=mistral().tokenizer)), ServedTokenizer(make_tokenizer())):
+        ids = words.encoder("see é the 🦜 sea")["input_ids"]
+        text = words.decode(ids)
+        choice = Continuation(0, words, (), ids, text)
+        reply = Reply("tiny", words, [choice], logprobs=0, more=More())
+        choice.scores = [NewToken(0, token, None, None) for token in ids]
+        told = reply.whole()["choices"][0]["logprobs"]
+        for name, offset in zip(told["tokens"], told["text_offset"], strict=True):
+            assert name == "<s>" or name.startswith("bytes:") or text[offset:].startswith(name if offset else name.strip())
+        assert told["text_offset"][-1] == text.rindex(told["tokens"][-1])
 
 
 def test_all_bytes_have_a_letter() -> None:
-    words = Words(make_tokenizer())
+    words = ServedTokenizer(make_tokenizer())
     assert words.letters is not None
     assert sorted(words.letters.values()) == list(range(256))
     assert len(words.letters) == 256

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import heapq
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,28 +29,46 @@ Wait = Callable[[], dict[int, Outcome]]
 """Gives the outcome of each slot of a step, once it is on the host."""
 
 
-class Lanes(Protocol):
-    """What the scheduler needs of slots."""
+class Batch(ABC):
+    """Slots for sequences that decode, and their step."""
+
+    def __init__(self, number: int) -> None:
+        self.empty = list(range(number))
+        """Free slots, a heap."""
 
     def free(self) -> int:
         """How many slots are free."""
+        return len(self.empty)
 
     def enter(self, entries: Sequence[Entry]) -> list[int]:
         """Puts sequences into slots, as `Step.put` does, and says which."""
+        slots = heapq.nsmallest(len(entries), self.empty)
+        self.put(slots, entries)
+        for _ in slots:
+            heapq.heappop(self.empty)
+        return slots
 
-    def leave(self, slot: int) -> None: ...
-
-    def take(self, slots: Sequence[int], lengths: Sequence[int]) -> list[Taken]:
-        """Copies of the states in slots, as `Step.take` makes them."""
-
-    def feed(self, tokens: Mapping[int, int]) -> None:
-        """What some slots are to be fed in the next step."""
-
-    def run(self, wanted: Mapping[int, Features]) -> Wait:
-        """One step of these slots."""
+    def leave(self, slot: int) -> None:
+        heapq.heappush(self.empty, slot)
 
     def compact(self) -> dict[int, int]:
         """Moves sequences so that steps are smaller; from where to where."""
+        return {}
+
+    @abstractmethod
+    def put(self, slots: Sequence[int], entries: Sequence[Entry]) -> None: ...
+
+    @abstractmethod
+    def take(self, slots: Sequence[int], lengths: Sequence[int]) -> list[Taken]:
+        """Copies of the states in slots, as `Step.take` makes them."""
+
+    @abstractmethod
+    def feed(self, tokens: Mapping[int, int]) -> None:
+        """What some slots are to be fed in the next step."""
+
+    @abstractmethod
+    def run(self, wanted: Mapping[int, Features]) -> Wait:
+        """One step of these slots."""
 
 
 def outcomes(sampled: Sampled, rows: Mapping[int, int], wanted: Mapping[int, Features]) -> dict[int, Outcome]:
@@ -76,16 +96,15 @@ def warm(features: Features) -> Features:
     return Features(True, rare, rare, True, rare)
 
 
-class Batch:
+class SharedBatch(Batch):
     """All slots in one step: as many rows as are in use, rounded up to a power of two, or always all of them if `fixed`."""
 
     def __init__(
         self, model: HeadmaxForCausalLM, number: int, state_dtype: torch.dtype, length: int | None, *, fixed: bool = False
     ) -> None:
+        super().__init__(number)
         self.step, self.number, self.fixed = Step(model, number, state_dtype, length), number, fixed
         self.graphs = model.device.type == "cuda"
-        self.empty = list(range(number))
-        self.used: set[int] = set()
         if self.graphs:  # now, since capturing runs the step on whatever is in the slots
             for rows in {self.rows(count) for count in range(1, number + 1)}:
                 for features in (warm(Features()), warm(Features(sorted=True))):
@@ -95,22 +114,10 @@ class Batch:
         """The batch size that runs so many slots."""
         return self.number if self.fixed else min(1 << (count - 1).bit_length(), self.number)
 
-    def free(self) -> int:
-        return len(self.empty)
-
-    def enter(self, entries: Sequence[Entry]) -> list[int]:
-        slots = heapq.nsmallest(len(entries), self.empty)
+    def put(self, slots: Sequence[int], entries: Sequence[Entry]) -> None:
         if any(entry.rules.penalized for entry in entries):
             self.step.sampler.remember()
         self.step.put(slots, entries)
-        for _ in slots:
-            heapq.heappop(self.empty)
-        self.used.update(slots)
-        return slots
-
-    def leave(self, slot: int) -> None:
-        self.used.remove(slot)
-        heapq.heappush(self.empty, slot)
 
     def take(self, slots: Sequence[int], lengths: Sequence[int]) -> list[Taken]:
         return self.step.take(slots, lengths)
@@ -126,39 +133,28 @@ class Batch:
 
     def compact(self) -> dict[int, int]:
         moved: dict[int, int] = {}
-        while self.used and self.rows(max(self.used) + 1) > self.rows(len(self.used)):
-            source, target = max(self.used), self.empty[0]
+        used = sorted(set(range(self.number)) - set(self.empty))
+        while used and self.rows(used[-1] + 1) > self.rows(len(used)):
+            source, target = used.pop(), heapq.heappop(self.empty)
             self.step.move(source, target)
             self.leave(source)
-            self.empty.remove(target)
-            heapq.heapify(self.empty)
-            self.used.add(target)
+            bisect.insort(used, target)
             moved[source] = target
         return moved
 
 
-class Apart:
+class SeparateSteps(Batch):
     """Each slot a step of its own: on a CPU, where a product's rounding depends on how many rows it has."""
 
     def __init__(self, model: HeadmaxForCausalLM, number: int, state_dtype: torch.dtype, length: int | None) -> None:
+        super().__init__(number)
         self.steps = [Step(model, 1, state_dtype, length) for _ in range(number)]
-        self.empty = list(range(number))
 
-    def free(self) -> int:
-        return len(self.empty)
-
-    def enter(self, entries: Sequence[Entry]) -> list[int]:
-        slots = heapq.nsmallest(len(entries), self.empty)
+    def put(self, slots: Sequence[int], entries: Sequence[Entry]) -> None:
         for slot, entry in zip(slots, entries, strict=True):
             if entry.rules.penalized:
                 self.steps[slot].sampler.remember()
             self.steps[slot].put([0], [entry])
-        for _ in slots:
-            heapq.heappop(self.empty)
-        return slots
-
-    def leave(self, slot: int) -> None:
-        heapq.heappush(self.empty, slot)
 
     def take(self, slots: Sequence[int], lengths: Sequence[int]) -> list[Taken]:
         return [self.steps[slot].take([0], [length])[0] for slot, length in zip(slots, lengths, strict=True)]
@@ -170,12 +166,8 @@ class Apart:
     def run(self, wanted: Mapping[int, Features]) -> Wait:
         made: dict[int, Outcome] = {}
         for slot, features in wanted.items():
-            sampled = self.steps[slot].prepare(1, features)()
-            made |= outcomes(sampled, {slot: 0}, {slot: features})
+            made |= outcomes(self.steps[slot].prepare(1, features)(), {slot: 0}, {slot: features})
         return lambda: made
-
-    def compact(self) -> dict[int, int]:
-        return {}
 
 
 class Asked(NamedTuple):
