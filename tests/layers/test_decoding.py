@@ -59,7 +59,7 @@ def filled(block: Block, rows: int, state_dtype: torch.dtype) -> Slots:
 
 
 def fused_step(block: Block, x: torch.Tensor, slots: Slots, rotary: Any) -> torch.Tensor:
-    return block.step(x, slots, rotary, None)
+    return block.step(x, state=slots, positions=rotary).hidden
 
 
 def plain_step(block: Block, x: torch.Tensor, slots: Slots, rotary: Any) -> torch.Tensor:

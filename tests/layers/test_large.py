@@ -6,8 +6,9 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from headmax.layers import triton_conv, triton_decay, triton_loss, triton_norm, triton_rotary, triton_swiglu
 from headmax.layers.triton_linear import Convolution, LinearInput, Scores, linear
+
+from headmax.layers import triton_conv, triton_decay, triton_loss, triton_norm, triton_rotary, triton_swiglu
 from tests.memory import CHECKER, dry
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted where there is no GPU")

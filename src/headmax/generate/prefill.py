@@ -44,7 +44,7 @@ def prefill(
 
 
 class Pass:
-    """A forward pass that can be left after any block and taken up again: who decodes need not wait for all of it."""
+    """A forward pass that can pause after any block, so that decoding need not wait for all of it."""
 
     def __init__(
         self,
@@ -66,7 +66,9 @@ class Pass:
         end = len(self.model.layers) if blocks is None else min(self.done + blocks, len(self.model.layers))
         with self.model.compiler_limits():
             for n in range(self.done, end):
-                self.x, gate = self.model.run_block(n, self.x, self.inputs, self.return_gates)
+                block = self.model.layers[n]
+                self.x, state, gate = (block.step if self.inputs.fused_step(n) else block)(self.x, **self.inputs.for_block(n))
+                self.inputs.advance(n, state, self.x.shape[1])
                 self.gates.append(gate)
         self.done = end
         return self.model.norm(self.x) if end == len(self.model.layers) else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -74,11 +76,13 @@ class Block(GradientCheckpointingLayer):
         return "kernels compute in float32, the model is float64" if x.dtype == torch.float64 else None
 
     @torch.compiler.disable(reason="the fused decoding step launches kernels that cannot be traced")
-    def step(self, x: Tensor, state: RecurrentSlots | AttentionSlots, positions: Rotary | None, mask: Tensor | None) -> Tensor:
+    def step(
+        self, x: Tensor, *, state: RecurrentSlots | AttentionSlots, positions: Rotary | None, mask: Tensor | None = None, **_: Any
+    ) -> MixerOutput:
         """`forward` on one token per sequence, x [rows, 1, E], as five kernels; the state is updated in place."""
         from headmax.layers.block_step import block_step
 
-        return block_step(self, x.squeeze(1), state, positions, mask).unsqueeze(1)
+        return MixerOutput(block_step(self, x.squeeze(1), state, positions, mask).unsqueeze(1), state, None)
 
     def forward(
         self,

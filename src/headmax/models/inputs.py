@@ -14,7 +14,7 @@ from torch import Tensor
 from headmax.layers.block import Block
 from headmax.layers.fusion import Fusion, fusion_enabled
 from headmax.layers.head_parallel import embed
-from headmax.layers.mixers.attention import AttentionSlots, attention_mask
+from headmax.layers.mixers.attention import AttentionSlots, AttentionState, attention_mask
 from headmax.layers.padding import Padding
 from headmax.layers.rotary import Rotary, RotarySettings
 from headmax.models.cache import HeadmaxCache, adopt
@@ -142,6 +142,31 @@ class Inputs:
     """The state each block continues from: slots for few tokens, which are updated in place."""
     fusion: tuple[Fusion, ...]
     """What runs fused, for each block."""
+    blocks: tuple[tuple[bool, RotarySettings | None, int | None], ...]
+    """Of each block: whether it is attention, its rotary positions, and its window."""
+    return_gates: bool
+
+    def fused_step(self, n: int) -> bool:
+        """Whether block n runs one token per sequence as its fused `step`. Keys and values that grow cannot be updated in place."""
+        return self.fusion[n].step and not isinstance(self.states[n], AttentionState)
+
+    def for_block(self, n: int) -> dict[str, Any]:
+        """The arguments of block n, besides x."""
+        attends, rotary, window = self.blocks[n]
+        return {
+            "state": self.states[n],
+            "return_state": self.use_cache,
+            "positions": self.angles[attends, rotary],
+            "packing": self.packing,
+            "mask": self.masks[window] if attends else self.padding,
+            "return_gates": self.return_gates,
+            "fusion": self.fusion[n],
+        }
+
+    def advance(self, n: int, state: tuple | None, time: int) -> None:
+        """Stores block n's state after `time` more tokens, if there is a cache."""
+        if self.cache is not None and self.use_cache:
+            self.cache.layers[n].advance(state, time, self.packing, self.padding)
 
 
 def read_inputs(
@@ -190,6 +215,8 @@ def read_inputs(
         _attention_masks(model, x, cache, past, attention_mask),
         tuple(layer.in_place() if few else layer.to_keep() for layer in layers) or (None,) * len(model.layers),
         _fusion(model, x, one_step=few and time == 1 and not return_gates),
+        tuple(zip(model.uses_attention, model.rotary, model.windows, strict=True)),
+        return_gates,
     )
 
 

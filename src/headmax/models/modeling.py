@@ -24,13 +24,13 @@ from headmax.layers.block import Block
 from headmax.layers.head_parallel import all_logits, divide, shard_parameter
 from headmax.layers.initialized import Initialized
 from headmax.layers.loss import IGNORED, linear_cross_entropy
-from headmax.layers.mixers.attention import Attention, AttentionState
+from headmax.layers.mixers.attention import Attention
 from headmax.layers.norm import RMSNorm
 from headmax.layers.rotary import RotarySettings
 from headmax.models.cache import HeadmaxCache, adopt
 from headmax.models.configuration import HeadmaxConfig
 from headmax.models.decoding import Decoder
-from headmax.models.inputs import Inputs, check_arguments, find_packing, find_padding, read_inputs
+from headmax.models.inputs import check_arguments, find_packing, find_padding, read_inputs
 from headmax.ops.packing import Packing
 
 RECOMPILATIONS = 32
@@ -135,10 +135,11 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
         gates: list = []
         hidden_states: list = []
         with self.compiler_limits():
-            for n in range(len(self.layers)):
+            for n, block in enumerate(self.layers):
                 if output_hidden_states:
                     hidden_states.append(x)
-                x, gate = self.run_block(n, x, inputs, return_gates)
+                x, state, gate = (block.step if inputs.fused_step(n) else block)(x, **inputs.for_block(n))  # type: ignore[operator]
+                inputs.advance(n, state, x.shape[1])
                 gates.append(gate)
         x = self.norm(x)
         return HeadmaxModelOutput(
@@ -147,28 +148,6 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
             hidden_states=(*hidden_states, x) if output_hidden_states else None,
             gates=tuple(gates) if return_gates else None,
         )
-
-    def run_block(self, n: int, x: Tensor, inputs: Inputs, return_gates: bool = False) -> tuple[Tensor, Any]:
-        """x [batch, time, hidden] after block n, whose state in the cache moves on; and its gates."""
-        block, attends, gate = self.layers[n], self.uses_attention[n], None
-        state, angles, fusion = inputs.states[n], inputs.angles[attends, self.rotary[n]], inputs.fusion[n]
-        mask = inputs.masks[self.windows[n]] if attends else inputs.padding
-        if fusion.step and not isinstance(state, AttentionState):  # keys and values that grow are no memory to write in
-            x = cast(Block, block).step(x, state, angles, mask)
-        else:
-            x, state, gate = block(
-                x,
-                state=state,
-                return_state=inputs.use_cache,
-                positions=angles,
-                packing=inputs.packing,
-                mask=mask,
-                return_gates=return_gates,
-                fusion=fusion,
-            )
-        if inputs.cache is not None and inputs.use_cache:
-            inputs.cache.layers[n].advance(state, x.shape[1], inputs.packing, inputs.padding)
-        return x, gate
 
     def set_context_group(self, group: ProcessGroup | None) -> None:
         """Inputs are from now on this rank's piece of every sequence, in the order of the group's ranks; whole sequences with None."""
