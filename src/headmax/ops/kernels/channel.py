@@ -171,19 +171,21 @@ def add_exact_score_gradients(
     H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds to the gradients of gated queries and keys [C, BK] those through masked d scores [C, C], and to `b_dg` their q d_q - k d_k,
-    where the two terms of a pair are the same to the last bit.
+    where the two terms of a pair are the same to the last bit; of a token with itself nothing, since no step lies between.
 
     Registers are short here: what is loaded within the loop is meant to be loaded each time.
     """
     power, m_pairs, b_reads, b_writes, b_sq, b_sk = diagonal_blocks(q, k, b_read, b_write, sums, first, count, head, k_start, H, K, C, BK)
-    b_ds = b_ds.to(b_sq.dtype)
-    b_pairs = tl.where(m_pairs, b_ds, 0.0)
+    b_ds, o_c = b_ds.to(b_sq.dtype), tl.arange(0, C)
+    m_own = o_c[:, None] == o_c[None, :]
+    b_own = tl.sum(tl.where(m_own, b_ds, 0.0).to(tl.float32), 1)[:, None]  # [C, 1]
+    b_pairs = tl.where(m_pairs & (o_c[:, None] != o_c[None, :]), b_ds, 0.0)
     b_dx = tl.dot(b_pairs, b_sk, input_precision=PRECISION)
     b_dg += b_dx * b_sq.to(tl.float32)
-    b_dq += b_dx * b_reads
+    b_dq += (b_dx + b_own * b_sk.to(tl.float32)) * b_reads
     b_dx = tl.dot(tl.trans(b_pairs), b_sq, input_precision=PRECISION)
     b_dg -= b_dx * b_sk.to(tl.float32)
-    b_dk += b_dx * b_writes
+    b_dk += (b_dx + b_own * b_sq.to(tl.float32)) * b_writes
     for larger in tl.range(power, SIZES, num_stages=1, disable_licm=True):
         m_right, m_pairs, b_decay, b_x = halves(q, k, b_read, b_write, larger, sums, first, count, head, k_start, H, K, C, BK)
         b_pairs = tl.where(m_pairs, b_ds, 0.0)
@@ -245,7 +247,8 @@ def prepare_channel_kernel(
         tl.store(p_sq, b_sq, mask=m_sq)
         tl.store(p_sk, b_sk, mask=m_sk)
     m_gates = tl.minimum(tl.abs(b_read), tl.abs(b_write * scale)) > tl.abs(scale) * SMALL_GATE
-    m_decays = (b_steepest < 0.5 * LARGEST) | (o_c < C - 1)  # the last row has half of the chunk's decay
+    # the last row has half of the chunk's decay; a short chunk must have as slow decays per token as a whole one
+    m_decays = (b_steepest * C / count < 0.5 * LARGEST) | (o_c < C - 1)
     tl.store(factored + index, tl.min((m_gates & m_decays).to(tl.int32), 0))
     store_scores(b_a, scores, first, count, head, H, C, BACKWARD)
 
@@ -382,9 +385,11 @@ def query_key_gradients_channel_exact_kernel(
         p_sq, m_sq = tile(scaled_q, first, count, head, k_start, H, K, C, BK)
         p_sk, m_sk = tile(scaled_k, first, count, head, k_start, H, K, C, BK)
         b_sq, b_sk = tl.load(p_sq, mask=m_sq, other=0.0), tl.load(p_sk, mask=m_sk, other=0.0)  # [C, BK]
-        b_every = tl.sum(b_dk * b_sk.to(tl.float32), 0)  # [BK], what every step of the decay gets
+        # no step of the chunk scales what its last token writes
+        b_written = tl.where((o_c < count - 1)[:, None], b_dk * b_sk.to(tl.float32), 0.0)  # [C, BK]
+        b_every = tl.sum(b_written, 0)  # [BK], what every step of the decay gets
         b_every += tl.sum(b_product, 1) * tl.exp2(load_decay(chunk_decay, index, True, k_start, K, BK, True))
-        b_dg = b_dq * b_sq.to(tl.float32) - b_dk * b_sk.to(tl.float32)
+        b_dg = b_dq * b_sq.to(tl.float32) - b_written
         b_reads, b_writes = exact_exponents(sums, first, count, head, k_start, H, K, C, BK)
         b_dq *= tl.exp2(b_reads)
         b_dk *= tl.exp2(b_writes)

@@ -75,7 +75,9 @@ def prepare_kernel(
 
 
 @triton.jit
-def add_decay_gradients(b_step, all_steps, b_dq, b_dk, b_q, b_k, b_read, b_write, b_ds, b_product, total, PRECISION: tl.constexpr):
+def add_decay_gradients(
+    b_step, all_steps, b_dq, b_dk, b_q, b_k, b_read, b_write, b_ds, b_product, total, o_c, count, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Adds, for some key channels, what a step of the log-decay at each token gets [C], to be summed from the chunk's end, and what all
     get.
 
@@ -83,6 +85,8 @@ def add_decay_gradients(b_step, all_steps, b_dq, b_dk, b_q, b_k, b_read, b_write
     """
     b_reads, b_writes = tl.sum(b_dq * b_q.to(tl.float32) * b_read, 1), tl.sum(b_dk * b_k.to(tl.float32) * b_write, 1)
     b_between = b_ds * tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * b_read * tl.trans(b_write)
+    # no step scales what a token has of itself or what the last one writes: both would cancel, but beside steep decays not to zero
+    b_between, b_writes = tl.where(o_c[:, None] > o_c[None, :], b_between, 0.0), tl.where(o_c < count - 1, b_writes, 0.0)
     b_step += b_reads + tl.sum(b_between, 1) - tl.sum(b_between, 0) - b_writes
     all_steps += tl.sum(b_writes, 0) + tl.exp2(total.to(tl.float32)) * tl.sum(b_product)
     return b_step, all_steps
@@ -135,7 +139,7 @@ def query_key_gradients_kernel(
         b_dk *= b_to_end[:, None]
         if d_decay is not None:
             b_step, all_steps = add_decay_gradients(
-                b_step, all_steps, b_dq, b_dk, b_q, b_k, b_read, b_write, b_ds, b_product, total, PRECISION
+                b_step, all_steps, b_dq, b_dk, b_q, b_k, b_read, b_write, b_ds, b_product, total, o_c, count, PRECISION
             )
         b_gated_q, b_gated_k = b_q, b_k
         if LONG:
