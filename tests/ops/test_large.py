@@ -8,9 +8,7 @@ import torch
 from headmax.ops.packing import CHUNK
 
 pytest.importorskip("triton")
-from headmax.ops import triton_decayed, triton_step
-from headmax.ops.gated_delta_rule import triton_chunk
-from headmax.ops.head_gate import triton_gate
+from headmax.ops.kernels import decayed_attention, delta_rule, gate, step
 from tests.memory import CHECKER, dry
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted where there is no GPU")
@@ -30,7 +28,7 @@ def gradients_of(
 ) -> None:
     """The backward pass, of `module`'s ops as they are called."""
     d_final = results[1].to(torch.float32)
-    if module is triton_chunk:
+    if module is delta_rule:
         module.backward(d_o, d_final, *inputs, *options, *results[2:])
     else:
         module.backward(d_o, d_final, *inputs, *results[2:], kind in ("token", "channel"))
@@ -44,13 +42,13 @@ def test_chunks_of_more_than_2_31_elements(kind: str, mild: int, packed: bool) -
         starts, rows = torch.arange(SEQUENCES + 1), (1, SEQUENCES * CHUNK)
         table = torch.stack([CHUNK * starts[:-1], torch.full((SEQUENCES,), CHUNK)], 1)
     sequences = SEQUENCES if packed else BATCH
-    q, k, v, gate = meta(*rows, HEADS, KEY), meta(*rows, HEADS, KEY), meta(*rows, HEADS, VALUE), meta(*rows, HEADS, dtype=torch.float32)
-    decay = {"none": None, "head": meta(HEADS), "token": gate, "delta": gate}.get(kind, meta(*rows, HEADS, KEY, dtype=torch.float32))
+    q, k, v, gates = meta(*rows, HEADS, KEY), meta(*rows, HEADS, KEY), meta(*rows, HEADS, VALUE), meta(*rows, HEADS, dtype=torch.float32)
+    decay = {"none": None, "head": meta(HEADS), "token": gates, "delta": gates}.get(kind, meta(*rows, HEADS, KEY, dtype=torch.float32))
     assert min(q.numel(), sequences * HEADS * KEY * VALUE) > 2**31
-    module = triton_chunk if "delta" in kind else triton_decayed
-    strength, options = ((gate,), (True,)) if module is triton_chunk else ((), ())
+    module = delta_rule if "delta" in kind else decayed_attention
+    strength, options = ((gates,), (True,)) if module is delta_rule else ((), ())
     initial = meta(sequences, HEADS, KEY, VALUE, dtype=torch.float32)
-    inputs = (q, k, v, decay, *strength, gate, gate, 0.1, initial, table, starts)
+    inputs = (q, k, v, decay, *strength, gates, gates, 0.1, initial, table, starts)
     before = CHECKER.launches
     with dry(fill=mild):
         results = module.forward(*inputs, *options)
@@ -67,18 +65,18 @@ def test_a_step_on_states_of_more_than_2_31_elements(kind: str) -> None:
     side = (meta(rows, 2, HEADS, 128, dtype=torch.float32), meta(rows, 2, HEADS, dtype=torch.float32)) if kind == "kda" else ()
     state = meta(rows, HEADS, 128, 128, dtype=torch.float32)
     with dry():
-        triton_step.step(getattr(headmax.ops, kind), (q, q, v, *side), state, 1.0)
+        step.step(getattr(headmax.ops, kind), (q, q, v, *side), state, 1.0)
 
 
 @pytest.mark.parametrize("heads_in", [True, False], ids=["heads", "hidden"])
 def test_gates_of_more_than_2_31_elements(heads_in: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_gate, "PROGRAMS", 2**17)  # a few tokens each, so that none of them goes on and on
+    monkeypatch.setattr(gate, "PROGRAMS", 2**17)  # a few tokens each, so that none of them goes on and on
     x = meta(8, 2**19, *((HEADS, 160) if heads_in else (640,)))
-    weight, gate = meta(HEADS, x.shape[-1]), meta(8, 2**19, HEADS, dtype=torch.float32)
+    weight, gates = meta(HEADS, x.shape[-1]), meta(8, 2**19, HEADS, dtype=torch.float32)
     scores, d_gates = meta(8, 2**21, 256), [meta(8, 2**21, 128, dtype=torch.float32)] * 2
     assert min(x.numel(), scores.numel()) > 2**31
     with dry():
-        triton_gate.gate_forward(x, weight, 1.0, 1.0, True)
-        triton_gate.gate_backward(gate, gate, x, weight, 1.0, 1.0, True)
-        gates = triton_gate.split_forward(scores, 2, 1.0, 1.0, True)
-        triton_gate.split_backward(gates, d_gates, 1.0, 1.0, True, torch.bfloat16)
+        gate.gate_forward(x, weight, 1.0, 1.0, True)
+        gate.gate_backward(gates, gates, x, weight, 1.0, 1.0, True)
+        split = gate.split_forward(scores, 2, 1.0, 1.0, True)
+        gate.split_backward(split, d_gates, 1.0, 1.0, True, torch.bfloat16)

@@ -6,8 +6,8 @@ import torch
 pytest.importorskip("triton")
 import triton
 import triton.language as tl
-from headmax.ops.launch import launch
 
+from headmax.ops.kernels.launch import launch
 from tests.memory import MemoryFault, dry
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted where there is no GPU")
