@@ -73,6 +73,40 @@ def drift(
             records.append(out, [record])
 
 
+def endure(
+    seconds: Seconds = 3600.0,
+    kills: int = 30,
+    parts: Words = ("train", "serve", "eval"),
+    every: Seconds = 60.0,
+    device: Device = "auto",
+    seed: int = 0,
+    out: File = None,
+) -> None:
+    """Kill a training run again and again beside one left alone, and watch the memory of training, serving and evaluation.
+
+    Args:
+        seconds: how long.
+        kills: how often the run is killed.
+        parts: what to run: train, serve, eval.
+        every: seconds between two readings of memory.
+        device: where to run; auto takes a GPU if there is one.
+        seed: of the moments of the kills and of the prompts.
+        out: append the records to this file.
+    """
+    from headmax import records
+    from lab.bench.endure import PARTS, Plan, measure
+
+    one_of("parts", parts, PARTS)
+    at_least(1, seconds=seconds, every=every)
+    at_least(0, kills=kills)
+    if out is not None:
+        records.check(out)
+    for record in measure(Plan(seconds, kills, find_device(device), parts, every, seed), say):
+        say(record.line(width=24))
+        if out is not None:
+            records.append(out, [record])
+
+
 def released(
     out: OutFolder,
     /,
