@@ -6,7 +6,21 @@ import sys
 from typing import Annotated, Literal
 
 from headmax.cli.bench import say, sizes
-from headmax.cli.options import Count, Device, File, Numbers, OutFolder, Recipe, Seconds, Words, at_least, find_device, metavar, one_of
+from headmax.cli.options import (
+    Count,
+    Device,
+    File,
+    Numbers,
+    OptionalCount,
+    OutFolder,
+    Recipe,
+    Seconds,
+    Words,
+    at_least,
+    find_device,
+    metavar,
+    one_of,
+)
 
 DTYPES = ("bfloat16", "float32")
 PARTS = ("static", "scheduler", "deterministic", "http", "hit", "prefill")
@@ -45,7 +59,8 @@ def train(
 
 def drift(
     recipe: Recipe = "softmax-gla-340m",
-    tokens: int = 16_384,
+    tokens: Count = 16_384,
+    piece: OptionalCount = None,
     device: Device = "auto",
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
     out: File = None,
@@ -55,19 +70,22 @@ def drift(
     Args:
         recipe: the model, at random weights.
         tokens: tokens that are fed.
+        piece: read them as a prompt in pieces of this many, through one prefix state, against float64; one by one unless given.
         device: where to run; auto takes a GPU if there is one.
-        dtype: precision of the weights.
+        dtype: precision of the weights where tokens come one by one.
         out: append the records to this file.
     """
     import torch
 
     from headmax import records
-    from lab.bench.drift import measure
+    from lab.bench.drift import measure, measure_prefix
 
     at_least(32, tokens=tokens)
     if out is not None:
         records.check(out)
-    for record in measure(recipe, tokens, find_device(device), getattr(torch, dtype)):
+    place = find_device(device)
+    found = measure(recipe, tokens, place, getattr(torch, dtype)) if piece is None else measure_prefix(recipe, tokens, piece, place)
+    for record in found:
         say(record.line(width=58))
         if out is not None:
             records.append(out, [record])

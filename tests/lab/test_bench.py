@@ -60,6 +60,19 @@ def test_drift_is_measured_after_a_sixteenth_and_every_doubling(lab: Called, tmp
     assert all(record.value > 0 for record in found)
 
 
+def test_drift_of_a_prefix_is_measured_against_float64(lab: Called, tmp_path: Path) -> None:
+    words = ("--recipe", "softmax-retnet-tiny", "--tokens", "100", "--piece", "30", "--device", "cpu", "--out", tmp_path / "r.jsonl")
+    done = lab("bench", "drift", *words)
+    assert done.returncode == 0, done.stderr
+    found = {(record.case.split()[1], record.metric.split("/")[0]): record.value for record in records.read(tmp_path / "r.jsonl")}
+    ways = ("float32, float32 state", "float32, bfloat16 state", "bfloat16, float32 state")
+    assert list(found) == [(fed, way) for fed in ("30", "60", "100") for way in ways]
+    for fed in ("30", "60", "100"):
+        exact, state, model = (found[fed, way] for way in ways)
+        assert 0 < exact < 1e-5 < 1e-4 < min(state, model)
+        assert max(state, model) < 0.1
+
+
 def test_a_stack_of_released_shape_is_timed_beside_transformers(lab: Called, tmp_path: Path) -> None:
     small = ("--tiny", "--layers", "4", "--train", "40x1", "--prefill", "70", "--rounds", "1", "--device", "cpu", "--limit", "120")
     done = lab("bench", "released", tmp_path, *small, "--peers", "headmax,transformers")
