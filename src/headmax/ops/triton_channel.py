@@ -144,19 +144,21 @@ def add_exact_score_gradients(
     H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds to the gradients of gated queries and keys [C, BK] those through masked d_scores [C, C], and to `each` their q g_q - k g_k,
-    where the two terms of a pair are the same to the last bit.
+    where the two terms of a pair are the same to the last bit; of a token with itself nothing, since no step lies between.
 
     Registers are short here: what is loaded within the loop is meant to be loaded each time.
     """
     power, pairs, reads, writes, x_q, x_k = blocks(q, k, read, write, sums, first, count, head, k_start, H, K, C, BK)
+    rows = tl.arange(0, C)
     d_scores = d_scores.to(x_q.dtype)
-    met = tl.where(pairs, d_scores, 0.0)
+    own = tl.sum(tl.where(rows[:, None] == rows[None, :], d_scores, 0.0).to(tl.float32), 1)[:, None]
+    met = tl.where(pairs & (rows[:, None] != rows[None, :]), d_scores, 0.0)
     g_x = tl.dot(met, x_k, input_precision=PRECISION)
     each += g_x * x_q.to(tl.float32)
-    g_q += g_x * reads
+    g_q += (g_x + own * x_k.to(tl.float32)) * reads
     g_x = tl.dot(tl.trans(met), x_q, input_precision=PRECISION)
     each -= g_x * x_k.to(tl.float32)
-    g_k += g_x * writes
+    g_k += (g_x + own * x_q.to(tl.float32)) * writes
     for larger in tl.range(power, SIZES, num_stages=1, disable_licm=True):
         right, pairs, decay, x = halves(q, k, read, write, larger, sums, first, count, head, k_start, H, K, C, BK)
         met = tl.where(pairs, d_scores, 0.0)
@@ -226,7 +228,8 @@ def prepare_channel_kernel(
         tl.store(p_w, gated_k, mask=inside)
     if not EXACT:
         large = tl.minimum(tl.abs(read), tl.abs(write * scale)) > tl.abs(scale) * SMALL_GATE
-        soft = (steepest < 0.5 * MILD) | (rows < C - 1)  # the last row has half of the chunk's decay
+        # the last row has half of the chunk's decay; a short chunk is to be as mild a token as a whole one
+        soft = (steepest * C / count < 0.5 * MILD) | (rows < C - 1)
         tl.store(mild + index, tl.min((large & soft).to(tl.int32), 0))
     products = tl.where(causal_mask(count, C), products, 0.0).to(scores.dtype.element_ty)
     p_a, in_a = tile(scores, first, count, head, 0, H, C, C, C)

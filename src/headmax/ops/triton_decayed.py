@@ -170,10 +170,13 @@ def query_key_gradients_kernel(
             p_w, in_w = tile(writing, first, count, head, k_start, H, K, C, BK)
             as_read, as_written = tl.load(p_r, mask=inside, other=0.0), tl.load(p_w, mask=inside, other=0.0)
             p_g, in_g = tile(d_decay, first, count, head, k_start, H, K, C, BK)
-            state_leaves = tl.sum(g_k * as_written.to(tl.float32), 0)
+            written = g_k * as_written.to(tl.float32)
+            if EXACT:
+                written = tl.where((rows < count - 1)[:, None], written, 0.0)  # no step of the chunk scales what its last token writes
+            state_leaves = tl.sum(written, 0)
             if EXACT:
                 state_leaves += tl.sum(kept, 1) * tl.exp2(load_decays(whole, index, True, k_start, K, BK, True))
-                each = g_q * as_read.to(tl.float32) - g_k * as_written.to(tl.float32)
+                each = g_q * as_read.to(tl.float32) - written
                 reads, writes = exact_exponents(sums, first, count, head, k_start, H, K, C, BK)
                 g_q *= tl.exp2(reads)
                 g_k *= tl.exp2(writes)
@@ -207,6 +210,8 @@ def query_key_gradients_kernel(
                 # passes between them
                 reads, writes = tl.sum(g_q * t_q.to(tl.float32) * read, 1), tl.sum(g_k * t_k.to(tl.float32) * write, 1)
                 between = scores * tl.dot(t_q, tl.trans(t_k), input_precision=PRECISION) * read * tl.trans(write)
+                # no step scales what a token has of itself or the last one writes: both would cancel, but beside steep decays not to zero
+                between, writes = tl.where(rows[:, None] > rows[None, :], between, 0.0), tl.where(rows < count - 1, writes, 0.0)
                 moves += reads + tl.sum(between, 1) - tl.sum(between, 0) - writes
                 leaves += tl.sum(writes, 0) + tl.exp2(total.to(tl.float32)) * tl.sum(kept)
             gated_q, gated_k = t_q, t_k
