@@ -55,6 +55,8 @@ class Kept:
         return f"{str(self.dtype).removeprefix('torch.')}, {str(self.state).removeprefix('torch.')} state"
 
 
+NEAR = 16
+"""Tokens between a state that was rounded and the logits that are compared: most states have forgotten it a piece later."""
 KEPT = tuple(Kept(*pair) for pair in ((torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)))
 
 
@@ -79,11 +81,15 @@ def prefix_drift(
     prefixes: dict[Kept, PrefixState | None] = dict.fromkeys(engines)
     seen: dict[Kept, list[tuple[float, float, float]]] = {kept: [] for kept in engines}
     for start in range(0, len(tokens), piece):
-        part, fed = tokens[start : start + piece].tolist(), min(start + piece, len(tokens))
-        truth = exact.prefill(part, truth)
+        fed = min(start + piece, len(tokens))
+        cut = max(start, fed - NEAR)
+        for part in filter(None, (tokens[start:cut].tolist(), tokens[cut:fed].tolist())):
+            truth = exact.prefill(part, truth)
+            prefixes = {kept: rounded(engine.prefill(part, prefixes[kept]), kept.state) for kept, engine in engines.items()}
+        assert truth is not None
         theirs = truth.logits.double()
-        for kept, engine in engines.items():
-            prefixes[kept] = read = rounded(engine.prefill(part, prefixes[kept]), kept.state)
+        for kept, read in prefixes.items():
+            assert read is not None
             ours = read.logits.double()
             divergence = F.kl_div(ours.log_softmax(-1), theirs.log_softmax(-1), log_target=True, reduction="sum")
             seen[kept].append((float((ours - theirs).abs().amax()), float(theirs.abs().amax()), float(divergence)))

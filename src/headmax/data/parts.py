@@ -52,6 +52,8 @@ def merge(folders: Sequence[Path], out: Path) -> Index:
     """Makes `out` of all parts, with links to their files, or copies on another file system: what one process would have prepared, but for
     where shards end. A complete one of the same parts is left as it is.
     """
+    if not folders or len(set(folders)) < len(folders):
+        raise ValueError(f"merge takes the folder of each part once, got {', '.join(map(str, folders)) or 'none'}")
     parts = _sorted({folder: Index.read(folder) for folder in folders})
     index = _joined(list(parts.values()))
     durable.claim(out, DATA)
