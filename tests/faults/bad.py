@@ -304,6 +304,7 @@ def changed(path: str, share: float, value: Any) -> Damage:
 
 STEP = "run/checkpoints/step-00000004"
 CHATS = (*SPEAK, "--from", "speaker", "--out", "out")
+TALK = ("chat", "speaker", "--device", "cpu", "--max-new-tokens", "2")
 READERS: list[tuple[str, str, tuple[object, ...]]] = [
     ("generate", "model/config.json", GENERATE),
     ("generate", "model/model.safetensors", GENERATE),
@@ -333,8 +334,7 @@ READERS: list[tuple[str, str, tuple[object, ...]]] = [
     ("train", "speaker/tokenizer.json", CHATS),
     ("train", "speaker/tokenizer_config.json", CHATS),
     ("train", "speaker/chat_template.jinja", CHATS),
-    ("chat", "speaker/chat_template.jinja", ("chat", "speaker", "--device", "cpu")),
-    ("chat", "speaker/model.safetensors", ("chat", "speaker", "--device", "cpu")),
+    ("chat", "speaker/model.safetensors", TALK),
     ("curves", "run/summary.json", CALLS["curves"]),
     ("curves", "run/metrics.jsonl", CALLS["curves"]),
     ("data check", "data/index.json", CALLS["data check"]),
@@ -427,6 +427,7 @@ def conversations() -> Iterator[Bad]:
     for chat in ODD_CHAT:
         content = json.dumps({"messages": chat}, ensure_ascii=False).encode()
         yield Bad("train", f"an odd conversation {content[:60]!r}", CHATS, overwritten("chats.jsonl", content), must=False)
+    at = "speaker/chat_template.jinja"
     for template in (
         b"{% for",
         b"{{ raise_exception('no') }}",
@@ -436,16 +437,13 @@ def conversations() -> Iterator[Bad]:
         b"\xff",
         b"{{ 1 }}",
     ):
-        at = "speaker/chat_template.jinja"
         yield Bad("train", f"template {template!r}", CHATS, overwritten(at, template))
         if template != b"{{ 1 }}":
-            yield Bad("chat", f"template {template!r}", ("chat", "speaker", "--device", "cpu"), overwritten(at, template), stdin=b"a\n")
-    for words in (
-        ("--data", "chats.jsonl"),
-        ("--data", "chats.jsonl", "--tokenizer", "mine"),
-        ("--data", "chats.jsonl", "--tokenizer", "model"),
-    ):
-        yield Bad("train", f"conversations with {words[2:]}", (*SPEAK, *words, "--out", "out"))
+            yield Bad("chat", f"template {template!r}", TALK, overwritten(at, template), stdin=b"a\n")
+    for about, damage in (("gone", gone(at)), ("a folder", a_folder(at)), ("torn", torn(at, 0.9)), ("empty", overwritten(at, b""))):
+        yield Bad("chat", f"template {about}", TALK, damage, stdin=b"a\n")
+    for words in ((), ("--tokenizer", "mine"), ("--tokenizer", "model")):
+        yield Bad("train", f"conversations with {words}", (*SPEAK, *words, "--out", "out"))
     yield Bad("train", "conversations and --mix", (*CHATS, "--mix", "data=0.1"))
 
 

@@ -83,7 +83,9 @@ def load_model(source: str | Path, device: str | torch.device = "cpu", dtype: to
     config.dtype = dtype
     with torch.device("meta"):
         model = HeadmaxForCausalLM(config)
-    model.load_state_dict({name: x.to(device, dtype) for name, x in weights.items()}, strict=False, assign=True)  # the names are checked
+    # Tensors of a safetensors file are the file itself: whoever writes to it later would change them, or crash this process.
+    weights = {name: x.to(device, dtype, copy=not run) for name, x in weights.items()}
+    model.load_state_dict(weights, strict=False, assign=True)  # the names are checked
     model.tie_weights()
     if run:  # in the data nothing ends a document but the first token of the next
         model.generation_config.eos_token_id = [x for x in (config.bos_token_id, config.eos_token_id) if in_vocabulary(x, config)] or None
