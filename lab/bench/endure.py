@@ -49,7 +49,7 @@ class Plan:
 
 @dataclass
 class Memory:
-    """Of a process over time."""
+    """Of a process over time, what it has of its own: libraries and other files are the system's to drop."""
 
     process: subprocess.Popen[Any]
     seconds: list[float] = field(default_factory=list)
@@ -60,7 +60,7 @@ class Memory:
             raise RuntimeError(f"{self.process.args} ended by itself with {self.process.returncode}")
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         self.seconds.append(now)
-        self.mebibytes.append(round(int(status.split("VmRSS:")[1].split()[0]) / 1024, 2))
+        self.mebibytes.append(round(int(status.split("RssAnon:")[1].split()[0]) / 1024, 2))
 
     def growth(self) -> tuple[float, float]:
         """MiB an hour and its standard error, by least squares once the first third is over: caches fill in the beginning."""
