@@ -33,6 +33,12 @@ LAB = Program(
             Command("ecosystem fla", "lab.cli.ecosystem:fla", "Run flash-linear-attention's tests of its ops on headmax's."),
         ),
         "Measurements": (
+            Command("bench all", "lab.cli.bench:record_set", "Make all records of our pages at one commit, part by part; rerun to resume."),
+            Command(
+                "bench eager",
+                "lab.cli.bench:eager",
+                "Time training steps that are not compiled, by the wall clock, and the host's time of one op call.",
+            ),
             Command(
                 "bench train",
                 "lab.cli.bench:train",

@@ -212,6 +212,7 @@ def test_recipes_lists_counts_and_states(called: Called) -> None:
         (["demo", "recall", "--heads", "-4", "--steps", "1"], "num_heads must be a positive integer, got -4"),
         (["demo", "recall", "--steps", "0"], "steps must be at least 1, got 0"),
         (["bench", "kernels", "--length", "0"], "--length must be at least 1, got 0"),
+        (["bench", "kernels", "--length", "8", "--packed", "4,5"], "--packed lengths must sum to --length 8 in a batch of 1, got 9"),
         (["bench", "kernels", "--device", "tpu"], "--device tpu: this machine has cpu"),
         (["recipe"], "unknown command 'recipe'; did you mean 'recipes'?"),
         (["-V"], "unknown option '-V'; see `headmax --help`"),

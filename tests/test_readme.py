@@ -3,6 +3,7 @@
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -35,27 +36,54 @@ def test_its_code_runs() -> None:
     assert scope["output"].loss.isfinite()
 
 
+ASK = """
+import json, sys, time, urllib.request
+url = f"http://127.0.0.1:{sys.argv[1]}"
+for _ in range(600):
+    try:
+        urllib.request.urlopen(url + "/health")
+        break
+    except OSError:
+        time.sleep(0.5)
+body = {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 5, "ignore_eos": True}
+request = urllib.request.Request(url + "/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"})
+print("served", json.load(urllib.request.urlopen(request))["usage"]["completion_tokens"], "tokens")
+print("page", "<html" in urllib.request.urlopen(url).read().decode())
+"""
+
+
+def served(line: str) -> list[str]:
+    """The line that starts a server, on a port that is free, with a caller; the server has to end well."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    command = shlex.join(shlex.split(line, comments=True))
+    start = [f"{command} --port {port} & server=$!", "trap 'kill $server' EXIT"]
+    return [*start, f"python -c {shlex.quote(ASK)} {port}", "kill $server", "trap - EXIT", "wait $server"]
+
+
 @pytest.mark.timeout(1800)
-def test_a_newcomer_gets_from_the_clone_to_an_evaluation(tmp_path: Path) -> None:
+def test_a_newcomer_gets_from_the_clone_to_a_server(tmp_path: Path) -> None:
     """Both shell blocks, line by line, in a clone with an environment of its own; the text is the project's documentation.
 
     The packages come from where the tests run, so that nothing is downloaded. `make demo` and `make test` have tests of their own.
     """
     if not (ROOT / ".git").exists() or shutil.which("git") is None:
         pytest.skip("no git repository to clone")
-    for package in ("lm_eval", "matplotlib", "mistral_common", "pyarrow", "setuptools"):
+    for package in ("lm_eval", "matplotlib", "mistral_common", "pyarrow", "setuptools", "starlette", "uvicorn"):
         pytest.importorskip(package)
     install, commands = re.findall(r"```\n((?:git clone|headmax data).*?)```", TEXT, flags=re.DOTALL)
     assert all(line in install for line in ("make demo ", "make test "))
     for page in (ROOT / "docs").glob("*.md"):
-        folder = tmp_path / "corpus" / ("valid" if page.stem == "performance" else "train")
+        folder = tmp_path / "corpus" / ("valid" if page.stem in ("ecosystem", "serving") else "train")
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{page.stem}.txt").write_text(page.read_text())
     install = install.replace("<repository-url>", shlex.quote(str(ROOT)))
     lines = [line for line in install.splitlines() if not line.startswith("make ")]
     assert lines[0].startswith("git clone ")
     lines.insert(1, f"cp -r {shlex.quote(str(ROOT / 'src'))} {shlex.quote(str(ROOT / 'pyproject.toml'))} .")  # what is not committed yet
-    lines += [f"cd {shlex.quote(str(tmp_path))}", *commands.splitlines()]
+    *commands, serve = commands.splitlines()
+    assert serve.startswith("headmax serve tiny ")
+    lines += [f"cd {shlex.quote(str(tmp_path))}", *commands, *served(serve)]
     environment = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     environment |= {"PYTHONPATH": sysconfig.get_path("purelib"), "PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0"}  # 0: no isolation
     done = subprocess.run(
@@ -64,6 +92,7 @@ def test_a_newcomer_gets_from_the_clone_to_an_evaluation(tmp_path: Path) -> None
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "step 20  validation loss" in done.stdout
     assert "mqar_4" in done.stdout
+    assert "served 5 tokens\npage True\n" in done.stdout
     written = ("report.html", "curves/tiny.png", "tiny/model.safetensors", "runs/tiny/summary.json", "eval/records.jsonl")
     for name in ("headmax/venv/bin/headmax", *written):
         assert (tmp_path / name).stat().st_size > 0

@@ -12,6 +12,7 @@ from headmax.cli.options import (
     File,
     Numbers,
     OptionalCount,
+    OptionalSeconds,
     OutFolder,
     Recipe,
     Seconds,
@@ -55,6 +56,72 @@ def train(
         say(record.line())
         if out is not None:
             records.append(out, [record])
+
+
+def eager(
+    recipe: Recipe = "softmax-gla-340m",
+    grid: Words = ("512x1", "4096x8"),
+    rounds: int = 8,
+    peer: Literal["none", "fla"] = "none",
+    device: Device = "auto",
+    limit: Seconds = 280.0,
+    out: File = None,
+) -> None:
+    """Time training steps that are not compiled, by the wall clock, and the host's time of one op call.
+
+    Args:
+        recipe: the model, named by its softmax twin or its plain backbone.
+        grid: sequence lengths x batch sizes.
+        rounds: rounds of three steps of each model, interleaved.
+        peer: what to compare with: fla is flash-linear-attention's model without gates.
+        device: where to run; auto takes a GPU if there is one.
+        limit: time limit of each process.
+        out: append the records to this file.
+    """
+    from headmax import recipes, records
+    from lab.bench.eager import Plan, bench
+
+    plain = recipes.get(recipe).name.removeprefix("softmax-")
+    at_least(1, rounds=rounds, limit=limit)
+    if out is not None:
+        records.check(out)
+    for record in bench(Plan(plain, sizes(grid), rounds, find_device(device)), peer == "fla", limit, say):
+        say(record.line(width=40))
+        if out is not None:
+            records.append(out, [record])
+
+
+def record_set(
+    out: OutFolder,
+    /,
+    budget: OptionalSeconds = None,
+    parts: Words = (),
+    publish: bool = False,
+) -> None:
+    """Make all records of our pages at one commit, part by part; rerun to resume.
+
+    Args:
+        out: folder for the records, the peers' compiled kernels, and what is done; it belongs to one commit.
+        budget: start no part that would not end within this many seconds.
+        parts: run only parts whose names begin like this.
+        publish: replace the records in lab/results by this set, which must be complete.
+    """
+    from headmax.records import current_commit
+    from lab.bench import record_set
+
+    at_least(1, budget=budget)
+    chosen = [part for part in record_set.record_set() if not parts or part.name.startswith(parts)]
+    if not chosen:
+        raise ValueError(
+            f"--parts {','.join(parts)}: no part begins like this; there are {', '.join(p.name for p in record_set.record_set())}"
+        )
+    if publish:
+        for path in record_set.publish(record_set.record_set(), out):
+            say(f"wrote {path}")
+        return
+    find_device("cuda", "python -m lab bench all")
+    if not record_set.run(chosen, out, current_commit(), budget, say):
+        sys.exit(1)
 
 
 def drift(
@@ -126,8 +193,6 @@ def endure(
 
 
 def released(
-    out: OutFolder,
-    /,
     layers: int = 8,
     train: Words = ("8192x4",),
     prefill: Count = 32_768,
@@ -136,11 +201,11 @@ def released(
     limit: Seconds = 600.0,
     device: Device = "auto",
     tiny: bool = False,
+    out: File = None,
 ) -> None:
     """Time a layer stack in the shape of Qwen3.5 on headmax's ops and as transformers runs it.
 
     Args:
-        out: folder for released.jsonl, to which records are appended.
         layers: layers of the stack, a multiple of 4: three of linear attention, one of attention.
         train: sequence length x batch size of a training step.
         prefill: tokens of the sequence that is prefilled.
@@ -149,6 +214,7 @@ def released(
         limit: time limit of each peer's process.
         device: where to run; auto takes a GPU if there is one.
         tiny: narrow layers, to try the command.
+        out: append the records to this file.
     """
     from headmax import records
     from lab.bench.released import PEERS, Plan, bench
@@ -158,10 +224,12 @@ def released(
     shapes = sizes(train)
     if layers % 4 or len(shapes) != 1:
         raise ValueError("--layers must be a multiple of 4" if layers % 4 else f"--train takes one shape, got {len(shapes)}")
-    records.check(out / "released.jsonl")
+    if out is not None:
+        records.check(out)
     for record in bench(Plan(layers, shapes[0], prefill, rounds, find_device(device), tiny), peers, limit, say):
         say(record.line(width=40))
-        records.append(out / "released.jsonl", [record])
+        if out is not None:
+            records.append(out, [record])
 
 
 def fit(

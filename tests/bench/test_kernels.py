@@ -42,3 +42,13 @@ def test_a_peer_sees_the_timed_shape_first(monkeypatch: pytest.MonkeyPatch) -> N
 def test_unknown_peer() -> None:
     with pytest.raises(ValueError, match="unknown peer 'hff'; did you mean 'hf'"):
         kernels.bench(cases={}, peer="hff", dtype=torch.float32, device=torch.device("cpu"), rounds=1, say=print)
+
+
+def test_grouped_value_heads_and_packed_sequences_are_timed() -> None:
+    """Beside transformers' delta rule, which wants a key head for every value head; and packed, without it."""
+    case = Case(time=40, heads=2, value_heads=4, key=8, value=8)
+    arguments = {"dtype": torch.float32, "device": torch.device("cpu"), "rounds": 1, "say": print}
+    for one, peer, impls in ((case, "hf", {"hf", "headmax"}), (replace(case, time=400, lengths=(300, 100)), "none", {"headmax"})):
+        found = kernels.bench(cases={"gated_delta_rule": one}, peer=peer, **arguments)
+        assert {r.impl for r in found if r.metric == "gated_delta_rule/forward+backward"} == impls
+        assert all(r.value <= 1e-4 for r in found if r.unit == "relative")

@@ -246,7 +246,7 @@ def test_layers_that_cannot_be_fused_decode_beside_those_that_can(caplog: pytest
     model.model.layers[2].mixer.b_proj = torch.nn.Sequential(model.model.layers[2].mixer.b_proj)
     with caplog.at_level(logging.WARNING):
         assert largest_difference(Engine(model, max_length=10), plain, text, 4) <= expected + 1e-5
-    assert "decoding goes without fused kernels in some layers: a part of a GatedDeltaNet block has been replaced" in caplog.text
+    assert "decoding without fused kernels in some layers: a part of a GatedDeltaNet block has been replaced" in caplog.text
     assert [why is None for why in model.model.decoder.obstacles] == [True, True, False]
 
 

@@ -99,13 +99,13 @@ def test_a_minute_of_kills_beside_a_run_left_alone(lab: Called, tmp_path: Path) 
 
 def test_a_stack_of_released_shape_is_timed_beside_transformers(lab: Called, tmp_path: Path) -> None:
     small = ("--tiny", "--layers", "4", "--train", "40x1", "--prefill", "70", "--rounds", "1", "--device", "cpu", "--limit", "120")
-    done = lab("bench", "released", tmp_path, *small, "--peers", "headmax,transformers")
+    done = lab("bench", "released", "--out", tmp_path / "released.jsonl", *small, "--peers", "headmax,transformers")
     assert done.returncode == 0, done.stderr
     found = {(record.impl, record.case, record.metric): record.value for record in records.read(tmp_path / "released.jsonl")}
     cases = ("prefill 70x1", "training step 40x1", "layer, forward and backward 40x1")
     assert all(found[peer, case, "time"] > 0 for peer in ("headmax", "transformers") for case in cases)
     assert 0 < found["headmax", "70 tokens", "distance to transformers"] <= 1e-5
-    done = lab("bench", "released", tmp_path, "--layers", "3")
+    done = lab("bench", "released", "--layers", "3")
     assert (done.returncode, done.stderr) == (2, "lab: --layers must be a multiple of 4\n")
 
 

@@ -227,7 +227,7 @@ def test_attention_layers_go_without_a_graph_and_say_why(caplog: pytest.LogCaptu
     model, text = make("hybrid"), ids(tokens(12))
     with caplog.at_level(logging.INFO, "headmax"):
         assert_follows(model, read(model, text[:, :4]), text[:, :4], text[:, 4:])
-    assert "decoding without a CUDA graph: keys and values of attention layers grow with the text" in caplog.text
+    assert "decoding without a CUDA graph: keys and values of attention layers grow with the sequence" in caplog.text
     assert Recorded.captures == 0
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from headmax.generate import Engine
 from headmax.generate.step import State
-from headmax.layers.mixers.base import RecurrentState
+from headmax.layers.mixers.state import RecurrentState
 from headmax.serve.cache import PrefixCache, nbytes
 from headmax.serve.folder import Folder
 from headmax.serve.tree import Tree

@@ -17,6 +17,7 @@ from headmax.ops.gla.spec import SPEC as GLA
 from headmax.ops.kda.spec import SPEC as KDA
 from headmax.ops.linear_attention.spec import SPEC as LINEAR_ATTENTION
 from headmax.ops.registry import suggest
+from headmax.ops.sequential import per_value_head
 from headmax.ops.spec import Case, distance
 from headmax.records import Record, Recorder
 
@@ -60,6 +61,7 @@ def transformers_gated_delta_rule(op: str = "gated_delta_rule") -> Contender | N
     torch_chunk_gated_delta_rule = inspect.unwrap(dispatching)  # else it calls flash-linear-attention where that is installed
 
     def run(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, normalize_qk: bool) -> tuple[Tensor, Any]:
+        q, k = per_value_head(q, v), per_value_head(k, v)
         return torch_chunk_gated_delta_rule(q, k, v, g=log_decay, beta=beta, output_final_state=True, use_qk_l2norm_in_kernel=normalize_qk)
 
     return Contender("hf", "gated_delta_rule", run)
@@ -73,10 +75,20 @@ def trainable(case: Case) -> Callable[[str], bool]:
     return lambda name: name != "log_decay" or case.decay != "head"
 
 
+def shortened(case: Case, time: int = 200) -> Case:
+    """The same heads on one short row; packed sequences keep their proportions."""
+    if case.time <= time:
+        return replace(case, batch=1)
+    if case.lengths is None:
+        return replace(case, batch=1, time=time)
+    others = [max(1, length * time // case.time) for length in case.lengths[1:]]
+    return replace(case, batch=1, time=time, lengths=(time - sum(others), *others))
+
+
 def error(contender: Contender, case: Case, dtype: torch.dtype, device: torch.device) -> float:
     """Distance of output, state and gradients to the float64 oracle, the largest of them, on a short sequence of that shape."""
     spec = SPECS[contender.op]
-    inputs = spec.inputs(replace(case, batch=1, time=min(case.time, 200)), dtype, device)
+    inputs = spec.inputs(shortened(case), dtype, device)
     constants = {name: x for name, x in inputs.items() if not trainable(case)(name)}
     learned = {name: x for name, x in inputs.items() if name not in constants}
     expected, actual = spec.oracle(inputs), spec.evaluate(learned, lambda **x: contender.function(**x, **constants))

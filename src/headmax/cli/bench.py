@@ -41,8 +41,10 @@ def kernels(
     batch: Number = None,
     length: int = 4096,
     heads: int = 4,
+    value_heads: Number = None,
     key: Number = None,
     value: Number = None,
+    packed: Numbers = (),
     dtype: Annotated[Literal["float32", "bfloat16", "float64"] | None, metavar("{float32,bfloat16,float64}")] = None,
     lengths: Numbers = (),
     gates: bool = False,
@@ -62,8 +64,10 @@ def kernels(
         batch: sequences per batch; 1 on a CPU and 8 on a GPU unless given.
         length: tokens per sequence.
         heads: number of heads.
+        value_heads: heads of the values, a multiple of the heads of queries and keys; as many unless given.
         key: width of a head's query and key; 128 on a CPU and that of the 340m recipes on a GPU unless given.
         value: width of a head's value; 256 on a CPU and that of the 340m recipes on a GPU unless given.
+        packed: lengths of packed sequences, which sum to the length; one sequence per row unless given.
         dtype: precision of q, k and v; float32 on a CPU and bfloat16 on a GPU unless given.
         lengths: further lengths at which to measure time and memory per token.
         gates: also measure the gate overhead, in at least 50 interleaved pairs.
@@ -79,7 +83,12 @@ def kernels(
     from headmax.bench import kernels
     from headmax.ops.spec import Case
 
-    at_least(1, batch=batch, length=length, heads=heads, key=key, value=value, rounds=rounds, threads=threads, lengths=lengths, limit=limit)
+    at_least(1, batch=batch, length=length, heads=heads, key=key, value=value, value_heads=value_heads, packed=packed)
+    at_least(1, rounds=rounds, threads=threads, lengths=lengths, limit=limit)
+    if packed and peer == "hf":
+        raise ValueError("--packed: transformers' gated delta rule takes no packed sequences; leave --peer hf out")
+    if packed and (sum(packed) != length or batch not in (None, 1)):
+        raise ValueError(f"--packed lengths must sum to --length {length} in a batch of 1, got {sum(packed)}")
     one_of("ops", ops, OPS)
     if out is not None:
         records.check(out)
@@ -87,7 +96,8 @@ def kernels(
     torch.set_num_threads(threads)
     gpu = device.startswith("cuda")
     base = kernels.RECIPE_CASES if gpu else dict.fromkeys(kernels.SPECS, Case(batch=1, key=128, value=256))
-    given: dict[str, Any] = {"batch": batch, "time": length, "heads": heads, "key": key, "value": value}
+    given: dict[str, Any] = {"batch": 1 if packed else batch, "time": length, "heads": heads, "key": key, "value": value}
+    given |= {"value_heads": value_heads, "lengths": packed or None}
     given = {name: number for name, number in given.items() if number is not None}
     cases: dict[str, Case] = {op: replace(base[op], **given) for op in ops}
     console = Console()

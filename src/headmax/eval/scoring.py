@@ -16,7 +16,7 @@ from headmax.eval.scores import Score, Source
 from headmax.generate import GREEDY, Engine, PrefixState
 from headmax.generate import Request as Text
 from headmax.generate.prefix import Fingerprint
-from headmax.layers.mixers.base import RecurrentState
+from headmax.layers.mixers.state import RecurrentState
 from headmax.models import HeadmaxCache, HeadmaxForCausalLM
 from headmax.ops import Packing
 from headmax.records import current_commit, describe_device

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headmax.generate.prefix import Fingerprint, PrefixState
 from headmax.layers.mixers.attention import AttentionState
-from headmax.layers.mixers.base import RecurrentState
+from headmax.layers.mixers.state import RecurrentState
 from headmax.models import HeadmaxCache, HeadmaxForCausalLM
 from headmax.models.modeling import Gates
 

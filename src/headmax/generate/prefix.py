@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headmax import durable
 from headmax.layers.mixers.attention import AttentionState
-from headmax.layers.mixers.base import RecurrentSlots, RecurrentState
+from headmax.layers.mixers.state import RecurrentSlots, RecurrentState
 from headmax.models import HeadmaxCache, HeadmaxForCausalLM
 
 FORMAT = "headmax prefix 1"

@@ -14,7 +14,7 @@ from headmax.generate.prefix import PrefixState
 from headmax.generate.sampling import Features, Sampled, Sampler, Sampling
 from headmax.layers.fusion import fusion_enabled, intact
 from headmax.layers.mixers.attention import AttentionSlots, AttentionState
-from headmax.layers.mixers.base import RecurrentSlots, RecurrentState
+from headmax.layers.mixers.state import RecurrentSlots, RecurrentState
 from headmax.models import HeadmaxCache, HeadmaxForCausalLM
 from headmax.models.decoding import Replay, make_slots
 

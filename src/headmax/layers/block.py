@@ -13,7 +13,7 @@ from headmax.layers.fusion import Fusion, fusion_enabled, intact
 from headmax.layers.head_parallel import run_mixer, run_mlp
 from headmax.layers.mixers import MIXERS, MixerOutput
 from headmax.layers.mixers.attention import AttentionSlots
-from headmax.layers.mixers.base import RecurrentSlots
+from headmax.layers.mixers.state import RecurrentSlots
 from headmax.layers.mlp import SwiGLU
 from headmax.layers.norm import RMSNorm, residual_norm
 from headmax.layers.padding import Padding
@@ -25,10 +25,10 @@ LORA_TARGETS = tuple(dict.fromkeys(name for kind in MIXERS.values() for name in 
 
 
 class Block(GradientCheckpointingLayer):
-    """`fused` says whether norms, projections and MLP run as fused ops: None is where kernels run, on a GPU."""
+    """`fused`: whether norms, projections and MLP run as fused ops; None means where kernels run, on a GPU."""
 
     tensor_group: ProcessGroup | None = None
-    """Ranks that hold a share of the heads and of the MLP's columns each."""
+    """Tensor parallelism: ranks with a share of the heads and of the MLP's columns each."""
 
     def __init__(
         self,
@@ -47,19 +47,19 @@ class Block(GradientCheckpointingLayer):
         self.mlp = SwiGLU(hidden_size, intermediate_size, backend)
 
     def set_tensor_mesh(self, mesh: DeviceMesh) -> None:
-        """Mixer and MLP are from now on shared by the ranks of the mesh."""
+        """Splits mixer and MLP over the ranks of the mesh."""
         self.tensor_group = mesh.get_group()
         for part in (self.mixer, self.mlp):
             part.set_tensor_mesh(mesh)  # type: ignore[operator]
 
     def fusion(self, x: Tensor) -> Fusion:
-        """What runs fused on such an x: the parts that are as they were built."""
+        """What runs fused on x: the parts that are as they were built."""
         if not fusion_enabled(self.fused, self.backend, x):
             return Fusion()
         return Fusion(intact(self.mixer_norm, self.mlp_norm, kind=RMSNorm), self.mixer.fusible(), self.mlp.fusible())  # type: ignore[operator]
 
     def step_obstacle(self, x: Tensor) -> str | None:
-        """Why one token of each sequence cannot run as five kernels, or None."""
+        """Why the fused decoding step cannot run this block, or None."""
         if not fusion_enabled(self.fused, self.backend, x):
             return f"fused parts are off, or the model is on {x.device.type}"
         if (reason := self.mixer.step_obstacle()) is not None:  # type: ignore[operator]
@@ -73,9 +73,9 @@ class Block(GradientCheckpointingLayer):
             return f"weights are sharded, or not all of the dtype that is computed in, {x.dtype}"
         return "kernels compute in float32, the model is float64" if x.dtype == torch.float64 else None
 
-    @torch.compiler.disable(reason="one token of each sequence runs as kernels that are not to be traced")
+    @torch.compiler.disable(reason="the fused decoding step launches kernels that cannot be traced")
     def step(self, x: Tensor, state: RecurrentSlots | AttentionSlots, positions: Rotary | None, mask: Tensor | None) -> Tensor:
-        """`forward` on x [rows, 1, E] where the fusion has a step: the state moves on in place."""
+        """`forward` on one token per sequence, x [rows, 1, E], as five kernels; the state is updated in place."""
         from headmax.layers.triton_block import block_step
 
         return block_step(self, x.squeeze(1), state, positions, mask).unsqueeze(1)
@@ -92,7 +92,7 @@ class Block(GradientCheckpointingLayer):
         return_gates: bool = False,
         fusion: Fusion | None = None,
     ) -> MixerOutput:
-        """As the mixer's. Gates come only if asked for, since what a compiled block returns has a gradient to be filled with zeros."""
+        """As the mixer's. Gates only if requested: an unused output of a compiled block costs a gradient of zeros."""
         norms, mixer, mlp, _ = self.fusion(x) if fusion is None else fusion
         residual, x = residual_norm(self.mixer_norm, x, None, norms)
         options = {"state": state, "return_state": return_state, "positions": positions, "packing": packing, "mask": mask}

@@ -1,4 +1,4 @@
-"""Which parts of a block run fused: decided once per forward pass of the model, by one rule, and handed down."""
+"""Which parts of a block run fused: one rule, applied once per forward pass of the model; the result is passed down."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from torch.distributed.tensor import DTensor
 
 
 class Fusion(NamedTuple):
-    """The parts of a block whose weights go straight into fused ops; the others are called as modules."""
+    """Parts of a block whose weights go directly into fused ops; the others are called as modules."""
 
     norms: bool = False
-    """The norms before mixer and MLP, each together with the residual stream."""
+    """The norms before mixer and MLP, each with the residual addition."""
     mixer: bool = False
     """The mixer's projections, convolutions and output norm."""
     mlp: bool = False
     step: bool = False
-    """All of it, as five kernels for one token of each sequence."""
+    """The whole block as five kernels, for one token of each sequence."""
 
 
 def intact(*modules: nn.Module | None, kind: type[nn.Module] = nn.Linear, bias: bool = False) -> bool:
-    """Whether modules are as they were built, so that their weights may be read without calling them.
+    """Whether the modules are as they were built, so that fused ops may use their weights without calling them.
 
-    An adapter in a module's place (LoRA), a quantised weight, a hook, or a bias unless that is read too, must be called.
+    Not if an adapter (LoRA) replaced one, a weight is quantised, a hook is set, or there is a bias that the fused op does not read.
     """
     for module in modules:
         if type(module) is not kind:
@@ -39,7 +39,7 @@ def intact(*modules: nn.Module | None, kind: type[nn.Module] = nn.Linear, bias: 
 
 
 def fusion_enabled(fused: bool | None, backend: str, x: Tensor) -> bool:
-    """What `fused` says; None means where kernels run."""
+    """`fused`, or if that is None whether kernels run on x."""
     if fused is not None:
         return fused
     return backend == "triton" or (backend == "auto" and x.is_cuda)

@@ -25,7 +25,7 @@ ReadPosition = Literal["query", "after_norm"]
 
 @dataclass(frozen=True)
 class HeadGateConfig:
-    """Settings of the gates; the defaults are the paper's equation."""
+    """Settings of the head gates; the defaults are the paper's."""
 
     read: bool = True
     """Gate the queries (G^Q): the read gate."""
@@ -34,7 +34,7 @@ class HeadGateConfig:
     source: Source = "head"
     """What is scored: "head": <q_h, w_h> and <k_h, w_h>; "hidden_heads": <x_h, w_h>, x split over heads; "hidden": x W."""
     read_position: ReadPosition = "query"
-    """Where the read gate multiplies: "query", as in the equation, or "after_norm", where a per-head norm cannot divide it out."""
+    """What the read gate multiplies: "query", as in the equation, or "after_norm", the normalised output, where no norm cancels it."""
     kind: Kind = "softmax"
     """"softmax" lets heads compete; the controls are "sigmoid" (gates without competition) and "uniform" (frozen at the mean)."""
     scale: float | Literal["heads"] = 1.0
@@ -46,12 +46,12 @@ class HeadGateConfig:
 
     @classmethod
     def paper(cls) -> Self:
-        """The paper's equation: both gates, a softmax scored on q and k, the read gate on the query. It stays what it is."""
+        """The paper's equation: both gates, a softmax scored on q and k, the read gate on the query. This preset never changes."""
         return cls(read=True, write=True, source="head", read_position="query", kind="softmax", scale=1.0, temperature=1.0, init_std=0.02)
 
     @classmethod
     def recommended(cls) -> Self:
-        """The settings that the evidence speaks for; the paper's until docs/findings.md shows others to be better."""
+        """The settings supported by the evidence: the paper's, until docs/findings.md shows others to be better."""
         return cls.paper()
 
     def __post_init__(self) -> None:
@@ -91,7 +91,7 @@ class HeadGate(Initialized):
     """
 
     tensor_group: ProcessGroup | None = None
-    """Ranks that score a share of the heads each, in their order; H is the number of all."""
+    """Tensor parallelism: ranks that score a share of the heads each. H counts all heads."""
 
     def __init__(
         self,
@@ -126,9 +126,9 @@ class HeadGate(Initialized):
                 yield weight, torch.randn_like(weight) * self.init_std
 
     def rows(self, query: Tensor, key: Tensor) -> Tensor | None:
-        """The scores as a matrix on the hidden state, [H,E] to read above [H,E] to write, None where nothing is scored.
+        """The matrix that maps x to the scores, [H,E] for reading stacked on [H,E] for writing; None where nothing is scored.
 
-        q and k being `query` and `key` times x, <W_h x, w_h> = <x, W_h^T w_h>. Both are summed together, which compiles to one kernel.
+        With q and k being `query` and `key` times x, <W_h x, w_h> = <x, W_h^T w_h>. One sum for both gates compiles to one kernel.
         """
         pairs = [(m, w) for m, w in ((query, self.read_weight), (key, self.write_weight)) if w is not None]
         if not pairs:
@@ -140,7 +140,7 @@ class HeadGate(Initialized):
         return torch.cat(products).sum(2).flatten(0, 1)
 
     def hidden_rows(self, weight: Tensor) -> Tensor:
-        """A gate's weight as a matrix on the hidden state [H,E], where that is what it scores."""
+        """A gate's weight as a matrix [H,E] on the hidden state, for sources "hidden" and "hidden_heads"."""
         if self.source == "hidden":
             return weight
         first, own = self.own_heads()
@@ -148,7 +148,7 @@ class HeadGate(Initialized):
         return F.pad(torch.block_diag(*weight), (first * width, (self.num_heads - first - own) * width))
 
     def own_heads(self) -> tuple[int, int]:
-        """This rank's first head, and how many it has."""
+        """This rank's first head and number of heads."""
         if self.tensor_group is None:
             return 0, self.num_heads
         own = self.num_heads // self.tensor_group.size()
@@ -159,7 +159,7 @@ class HeadGate(Initialized):
     ) -> tuple[Tensor | None, Tensor | None]:
         """(read, write) gates [B,T,H] for q, k [B,T,heads,K], taken before feature map, rotary and norm, and the hidden state x [B,T,E].
 
-        `scores` are x times the `rows`, where the caller has them.
+        `scores` are x times the `rows`, if the caller has them already.
         """
         if scores is not None:
             number = self.read + self.write

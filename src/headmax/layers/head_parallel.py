@@ -1,7 +1,8 @@
-"""Tensor parallelism of a block: each rank has a run of the mixer's heads and of the MLP's columns, and all add up what these give.
+"""Tensor parallelism of a block: each rank runs a slice of the mixer's heads and of the MLP's columns, and their outputs are summed.
 
-Parameters are DTensors, so that optimizer, checkpoint and FSDP know the whole. A part runs on this rank's pieces of them as if it were
-built that small: the gradient of its input, and of the few parameters that all heads share, is summed over the ranks, and so is its output.
+Parameters are DTensors, so that optimizer, checkpoint and FSDP see their full shapes. Mixer and MLP run on this rank's shards as if they
+had been built that small. Their outputs, the gradients of their inputs, and those of the few parameters that all heads share are summed
+over the ranks.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from headmax.ops.tensor_parallel import copied, gathered, summed
 
 
 def divide(name: str, number: int, ranks: int) -> int:
-    """A rank's part of a number."""
+    """number / ranks, which must be whole."""
     if number % ranks:
         raise ValueError(f"parallel.tensor {ranks} must divide {name}, got {number}")
     return number // ranks
 
 
 def shard_parameter(module: nn.Module, name: str, mesh: DeviceMesh, dim: int | None) -> None:
-    """A parameter split over the mesh along `dim`; None leaves a whole one on each rank. All ranks have the same values before."""
+    """Shards a parameter over the mesh along `dim`, or replicates it if that is None. All ranks must hold the same values."""
     whole = module.get_parameter(name)
     owner, _, last = name.rpartition(".")
     placement = Replicate() if dim is None else Shard(dim)
@@ -35,14 +36,14 @@ def shard_parameter(module: nn.Module, name: str, mesh: DeviceMesh, dim: int | N
 
 
 def shard_part(part: nn.Module, mesh: DeviceMesh, last: str, shared: tuple[str, ...]) -> None:
-    """A mixer's heads or an MLP's columns over the mesh. The projection named `last` takes them; `shared` name what belongs to all."""
+    """Shards a mixer's heads or an MLP's columns. `last` names the projection that consumes them, `shared` what is replicated."""
     for name, _ in list(part.named_parameters()):
         first = name.split(".")[0]
         shard_parameter(part, name, mesh, 1 if first == last else None if first in shared else 0)
 
 
 def local_parameters(part: nn.Module, group: ProcessGroup) -> dict[str, Tensor]:
-    """This rank's pieces by name; the gradient of what is whole on each rank is summed."""
+    """This rank's shards by name; gradients of replicated parameters are summed over the ranks."""
     pieces = {name: p for name, p in part.named_parameters() if isinstance(p, DTensor)}
     shared = [name for name, p in pieces.items() if isinstance(p.placements[0], Replicate)]
     local = {name: p.to_local() for name, p in pieces.items()}
@@ -52,12 +53,12 @@ def local_parameters(part: nn.Module, group: ProcessGroup) -> dict[str, Tensor]:
 
 
 def on_own_piece(part: nn.Module, group: ProcessGroup, x: Tensor, *arguments: Any, **options: Any) -> Any:
-    """What `part` gives on this rank's piece of its parameters."""
+    """Calls `part` with this rank's shards as its parameters."""
     return functional_call(part, local_parameters(part, group), (*copied([x], group), *arguments), options)
 
 
 def run_mixer(mixer: nn.Module, group: ProcessGroup, x: Tensor, return_gates: bool, **options: Any) -> Any:
-    """The mixer on x [B,T,E]; gates that are requested are those of all heads."""
+    """The mixer on x [B,T,E], with the gates of all heads if requested."""
     output = on_own_piece(mixer, group, x, **options)
     gates = None
     if return_gates and output.gates is not None:
@@ -66,7 +67,7 @@ def run_mixer(mixer: nn.Module, group: ProcessGroup, x: Tensor, return_gates: bo
 
 
 def embed(embedding: nn.Embedding, group: ProcessGroup | None, ids: Tensor) -> Tensor:
-    """The embeddings of tokens [B,T], of which each rank has a run of the vocabulary."""
+    """Embeddings of tokens [B,T], the vocabulary being sharded over the group."""
     if group is None:
         return embedding(ids)
     weight = cast(DTensor, embedding.weight).to_local()
@@ -78,7 +79,7 @@ def embed(embedding: nn.Embedding, group: ProcessGroup | None, ids: Tensor) -> T
 
 
 def all_logits(last: nn.Linear, group: ProcessGroup | None, x: Tensor) -> Tensor:
-    """The logits of x [B,T,E] for the whole vocabulary, of which each rank has a run."""
+    """Logits of x [B,T,E] over the whole vocabulary, which is sharded over the group."""
     if group is None:
         return last(x)
     (x,) = copied([x], group)

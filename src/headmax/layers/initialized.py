@@ -1,4 +1,4 @@
-"""Modules that know what their own parameters start from, alone or inside a Hugging Face model."""
+"""Modules that define the initial values of their parameters, alone or inside a Hugging Face model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 class Initialized(nn.Module):
     def initial_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """The parameters this module itself holds, each with a fresh initial value."""
+        """This module's own parameters, each with a fresh initial value."""
         yield from ()
 
     @torch.no_grad()

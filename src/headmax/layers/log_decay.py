@@ -13,7 +13,7 @@ from headmax.ops.registry import Lazy, dispatch, register
 
 
 class _LogSigmoid(torch.autograd.Function):
-    """The gradient needs the result alone: dy/dx = (1 - sigmoid(x)) / n = -expm1(n y) / n. So x need not be kept."""
+    """Saves only its output y: dy/dx = (1 - sigmoid(x)) / n = -expm1(n y) / n."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, normalizer: float) -> Tensor:
@@ -50,6 +50,6 @@ register(
 
 
 def softplus_decay(x: Tensor, log_rate: Tensor, bias: Tensor, backend: str = "auto") -> Tensor:
-    """-exp(log_rate) softplus(x + bias) of x [..., D] and bias [D], with a rate for each of H equal parts of x, [H]; in float32, or float64
-    for float64 x."""
+    """-exp(log_rate) softplus(x + bias) of x [..., D] and bias [D], with log_rate [H] for H equal groups of channels; in float32 (float64
+    for float64 x)."""
     return dispatch("softplus_decay", backend, x)(x, log_rate, bias)

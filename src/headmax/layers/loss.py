@@ -1,4 +1,4 @@
-"""The last layer and its loss in one: the logits of all tokens never exist at once."""
+"""Output projection and cross entropy in one: the logits of all tokens never exist at once."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from headmax.ops.checks import check_shape, compute_dtype
 from headmax.ops.registry import Lazy, dispatch, no_autocast, register
 
 LOGITS_AT_ONCE = 2**28
-"""How many logits are held at a time: 8,192 tokens at a vocabulary of 32k, enough to keep the matrix units busy."""
+"""Logits held at a time: 8,192 tokens for a vocabulary of 32k, enough to keep tensor cores busy."""
 IGNORED = -100
 
 
 def _reference(logits: Tensor, labels: Tensor) -> Tensor:
-    """The loss of each row [N]; `logits` become their gradient, in place."""
+    """The loss of each row [N]; `logits` are overwritten with their gradient."""
     log_p = logits.to(compute_dtype(logits.dtype)).log_softmax(-1)
     at, ignored = labels.clamp_min(0).unsqueeze(-1), (labels == IGNORED).unsqueeze(-1)
     losses = -log_p.gather(-1, at)
@@ -36,7 +36,7 @@ register(
 
 
 def _check_labels(labels: Tensor, size: int) -> None:
-    """Refuses labels that name no token: at once, but on a GPU, which is not waited for, by an assert over there."""
+    """Refuses labels outside the vocabulary; on a GPU by a device-side assertion, so that the host does not wait."""
     known = (labels == IGNORED) | ((labels >= 0) & (labels < size))
     expected = f"linear_cross_entropy: labels must be {IGNORED} or 0 to {size - 1}, the vocabulary"
     if labels.is_cuda:
@@ -46,14 +46,14 @@ def _check_labels(labels: Tensor, size: int) -> None:
 
 
 def _wide_mm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a @ b summed and kept in `dtype`; a GPU's matrix units do that of narrow operands as they are."""
+    """a @ b accumulated and returned in `dtype`; a GPU does this without casting narrower operands."""
     return torch.mm(a, b, out_dtype=dtype) if a.is_cuda and a.dtype != dtype else torch.mm(a.to(dtype), b.to(dtype))
 
 
 def _results(
     x: Tensor, weight: Tensor, labels: Tensor, wants_x: bool, wants_weight: bool, backend: str = ""
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, d_x and d_weight before the first token; a gradient that is not needed is empty."""
+    """Empty loss, d_x and d_weight to accumulate into; a gradient that is not needed has no elements."""
     dtype = compute_dtype(x.dtype)
     d_weight = torch.zeros_like(weight, dtype=dtype) if wants_weight else weight.new_empty(0)
     return x.new_zeros((), dtype=dtype), torch.empty_like(x) if wants_x else x.new_empty(0), d_weight
@@ -62,7 +62,7 @@ def _results(
 def _by_pieces(
     x: Tensor, weight: Tensor, labels: Tensor, wants_x: bool, wants_weight: bool, rows: Callable[[Tensor, Tensor], Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, d_x and d_weight, `rows` giving the loss of a piece's logits and turning them into their gradient."""
+    """Loss, d_x and d_weight. `rows` computes the loss of a piece's logits and overwrites them with their gradient."""
     loss, d_x, d_weight = _results(x, weight, labels, wants_x, wants_weight)
     narrow, step = weight.to(x.dtype), max(1, LOGITS_AT_ONCE // weight.shape[0])
     with no_autocast(x.device):
@@ -79,7 +79,7 @@ def _by_pieces(
 
 @torch.library.custom_op("headmax::linear_cross_entropy", mutates_args=())
 def _forward(x: Tensor, weight: Tensor, labels: Tensor, wants_x: bool, wants_weight: bool, backend: str) -> tuple[Tensor, Tensor, Tensor]:
-    """The summed loss of x [N,E] @ weight.T [E,V], and its gradients, which cost least while the logits are there."""
+    """The summed loss of x [N,E] @ weight.T [E,V] and its gradients, computed while the logits exist."""
     _check_labels(labels, weight.shape[0])
     return _by_pieces(x, weight, labels, wants_x, wants_weight, dispatch("cross_entropy", backend, x))
 
@@ -103,7 +103,7 @@ _forward.register_autograd(_gradient, setup_context=_save)
 
 
 def _rows_over_ranks(logits: Tensor, labels: Tensor, group: ProcessGroup) -> Tensor:
-    """As `_reference`, of this rank's part of the vocabulary: three numbers a token are sent."""
+    """`_reference` with this rank's part of the vocabulary; three numbers per token are exchanged."""
     wide, tokens = logits.to(compute_dtype(logits.dtype)), logits.shape[-1]
     top = wide.amax(-1, keepdim=True)
     dist.all_reduce(top, dist.ReduceOp.MAX, group)
@@ -118,7 +118,7 @@ def _rows_over_ranks(logits: Tensor, labels: Tensor, group: ProcessGroup) -> Ten
 
 
 class OverRanks(torch.autograd.Function):
-    """The summed loss where each rank has a part of the weight's rows, as many on each. Saves the gradients."""
+    """The summed loss with the weight's rows sharded evenly over the ranks. Saves the gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, group: ProcessGroup) -> Tensor:
@@ -142,8 +142,8 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Σ cross_entropy(x @ weight.T, labels) over the tokens whose label is not -100. x [..., E], weight [V, E], labels [...].
 
-    In float32, or float64 beside float64 x. Labels are moved to x's device. With a `tensor_group` weight has this rank's tokens of the
-    vocabulary, as many on each rank.
+    Computed in float32 (float64 for float64 x). Labels are moved to x's device. With a `tensor_group`, weight holds this rank's share of
+    the vocabulary, of the same size on every rank.
     """
     check_shape("linear_cross_entropy", "weight", weight, "vocabulary, hidden", (weight.shape[0], x.shape[-1]))
     if labels.shape != x.shape[:-1] or labels.is_floating_point():

@@ -42,7 +42,7 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def set_tensor_mesh(self, mesh: DeviceMesh) -> None:
-        """Its columns are from now on shared by the ranks of the mesh."""
+        """Splits the columns over the ranks of the mesh."""
         divide("intermediate_size", self.gate_proj.out_features, mesh.size())
         shard_part(self, mesh, "down_proj", ())
 
@@ -53,4 +53,6 @@ class SwiGLU(nn.Module):
         if not fused:
             return self.down_proj(swish_gate(self.up_proj(x), self.gate_proj(x)))
         joint, down = product_matrices(x, [[self.gate_proj.weight, self.up_proj.weight], [self.down_proj.weight]])
-        return dispatch("swiglu", self.backend, x)(F.linear(x, joint)[..., : 2 * len(self.gate_proj.weight)], down)
+        product, columns = F.linear(x, joint), 2 * self.gate_proj.weight.shape[0]
+        product = product if product.shape[-1] == columns else product[..., :columns]  # without padding
+        return dispatch("swiglu", self.backend, x)(product, down)

@@ -1,4 +1,4 @@
-"""RMS normalisation: of the residual stream, and of what the heads read out."""
+"""RMS normalisation: of the residual stream, and of the heads' outputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from headmax.ops.tensor_parallel import copied, summed
 OutputNormKind = Literal["head", "joint", "none"]
 
 WIDEST = 2**14
-"""Channels that a kernel holds at once."""
+"""Most channels of a row in a kernel."""
 
 
 def normalized(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -31,7 +31,7 @@ def normalized(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def apply_gates(o: Tensor, swish: Tensor | None, read: Tensor | None) -> Tensor:
-    """What heads read out [B,T,H,V] times gates [B,T,H] and silu(swish [B,T,H V]), where there are such."""
+    """The heads' outputs o [B,T,H,V] times read gates [B,T,H] and silu(swish [B,T,H V]), where given."""
     o = (o if read is None else gated(o, read)).flatten(2)
     return o if swish is None else swish_gate(o, swish)
 
@@ -65,7 +65,7 @@ def rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, backen
 
 
 def norm_with_residual(x: Tensor, weight: Tensor, eps: float, backend: str = "auto") -> tuple[Tensor, Tensor]:
-    """x [..., width] as it goes on, and its norm: where both have a gradient, one kernel gives that of x."""
+    """x [..., width] itself, and its norm: one backward kernel adds both gradients of x."""
     check_shape("norm_with_residual", "weight", weight, "width", x.shape[-1:])
     return dispatch("norm_with_residual", backend, x, _too_wide(x))(x, weight, eps)
 
@@ -73,7 +73,7 @@ def norm_with_residual(x: Tensor, weight: Tensor, eps: float, backend: str = "au
 def read_out(
     o: Tensor, swish: Tensor | None, read: Tensor | None, weight: Tensor, out: Tensor, eps: float, backend: str = "auto"
 ) -> Tensor:
-    """What heads read out, o [B,T,H,V], each normalised, times gates read [B,T,H] and silu(swish [B,T,H V]), times out^T [E,H V]."""
+    """(norm(o) * read * silu(swish)) out^T: each head of o [B,T,H,V] normalised, gates read [B,T,H], swish [B,T,H V], out [E,H V]."""
     check_shape("read_out", "weight", weight, "value", o.shape[-1:])
     check_shape("read_out", "out", out, "hidden, heads * value", (out.shape[0], o.shape[2] * o.shape[3]))
     return dispatch("read_out", backend, o, _too_wide(o))(o, swish, read, weight, out, eps)
@@ -98,7 +98,7 @@ class RMSNorm(Initialized):
 
 
 def residual_norm(norm: RMSNorm, residual: Tensor, delta: Tensor | None, fused: bool) -> tuple[Tensor, Tensor]:
-    """residual + delta (residual without one), and that normalised. Fused, sum and norm, and their gradients, are one kernel each."""
+    """residual + delta (or residual), and its norm. Fused, both are one kernel forward and one backward."""
     if not fused:
         residual = residual if delta is None else residual + delta
         return residual, norm(residual)
@@ -108,14 +108,14 @@ def residual_norm(norm: RMSNorm, residual: Tensor, delta: Tensor | None, fused: 
 
 
 class OutputNorm(nn.Module):
-    """Normalises the read-out [batch, time, heads, value].
+    """Normalises the heads' outputs [batch, time, heads, value].
 
-    "head": each head by itself, one weight shared by the heads, as the backbones have it. It divides a per-head factor out
-    again (see docs/derivation.md). "joint": all heads together, which keeps their proportions. "none": nothing.
+    "head": each head by itself, with one weight for all heads, as in the original backbones. It cancels a per-head factor
+    (docs/derivation.md). "joint": all heads together, which keeps their proportions. "none": no norm.
     """
 
     tensor_group: ProcessGroup | None = None
-    """Ranks that hold a share of the heads each."""
+    """Tensor parallelism: ranks with a share of the heads each."""
 
     def __init__(self, kind: OutputNormKind, num_heads: int, head_dim: int, eps: float, backend: str = "auto") -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class OutputNorm(nn.Module):
         return self.norm(o) if self.kind == "head" else self.norm(o.flatten(2)).view_as(o)
 
     def _over_ranks(self, o: Tensor, group: ProcessGroup) -> Tensor:
-        """This rank's channels [B,T,C], normalised with those of all: one number a token is sent, and its gradient."""
+        """Joint norm over all ranks' channels of this rank's o [B,T,C]: one number per token is exchanged, and its gradient."""
         wide = o.to(compute_dtype(o.dtype))
         (squares,) = copied([summed(wide.square().sum(-1, keepdim=True), group)], group)
         mean = squares / (o.shape[-1] * group.size())

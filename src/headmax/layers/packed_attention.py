@@ -1,4 +1,4 @@
-"""Causal attention on sequences laid end to end, and within a window, without a mask of all pairs of tokens."""
+"""Causal attention on packed sequences, and within a sliding window, without a [T, T] mask."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from headmax.ops.library import define_op
 from headmax.ops.packing import Packing
 
 BLOCK = 256
-"""Queries that are read together where a window is narrower than this."""
+"""Least queries per block under a sliding window."""
 
 
 class Bounds(NamedTuple):
-    """Where sequences lie in rows of queries, and in rows of keys, which may begin earlier."""
+    """Boundaries of the sequences among the queries, and among the keys, of which there may be earlier ones."""
 
     at: Tensor
-    """[2, sequences + 1]: of queries, and of keys."""
+    """[2, sequences + 1]: among the queries, and among the keys."""
     most_queries: int
-    """Of a sequence."""
+    """In a sequence."""
     most_keys: int
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, packing: Packing | None) -> Bounds:
-        """k [B,S,...] has S - T tokens before those of q [B,T,...]: of each row, or of the packing's first sequence as many as it has."""
+        """k [B,S,...] starts with S - T keys before the tokens of q [B,T,...]; of a packing, they belong to the first sequence."""
         (batch, time), seen = q.shape[:2], k.shape[1]
         if packing is None:
             queries, keys = (torch.arange(0, batch * size + 1, size, device=q.device) for size in (time, seen))
@@ -41,10 +41,11 @@ class Bounds(NamedTuple):
 
 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, window: int | None) -> Tensor:
-    """What queries q [B,T,H,D] read, [B,T,H,D], from keys and values [B,S,G,D] of their sequence: their own and those before it, at most
-    `window` of them. Without a packing every row is a sequence. Query head h reads with key head h * G // H.
+    """Causal attention of queries q [B,T,H,D] to keys and values [B,S,G,D] of their sequence, at most the last `window` of them.
 
-    The last T keys are those of the queries' tokens; keys before them belong to rows, or to the packing's first sequence, begun earlier."""
+    Without a packing every row is a sequence. Query head h uses key head h * G // H. The last T keys belong to the queries' tokens; those
+    before them continue the rows, or the packing's first sequence.
+    """
     batch, time = q.shape[:2]
     bounds = Bounds.of(q, k, packing)
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
@@ -53,12 +54,12 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, w
 
 
 def flash_can(q: Tensor) -> bool:
-    """Whether PyTorch's flash attention takes such queries."""
+    """Whether PyTorch's flash attention supports these queries."""
     return q.is_cuda and torch.version.hip is None and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, window: int | None) -> Tensor:
-    """The kernel that reads boundaries on the device; the last query of a sequence sees its last key."""
+    """PyTorch's variable-length kernel, with boundaries on the device; the last query of a sequence is aligned with its last key."""
     queries, keys = bounds.at.to(torch.int32)
     limits = {"window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
     return torch.ops.aten._flash_attention_forward(
@@ -67,7 +68,7 @@ def flash(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, window: int | None) -
 
 
 def pieces(queries: list[int], keys: list[int], window: int | None) -> Iterator[tuple[slice, slice]]:
-    """Queries, and the keys that one of them may see: sequence by sequence, with a window in blocks."""
+    """Blocks of queries and the keys they may see: a sequence each, or under a window several blocks of it."""
     for (start, end), (oldest, newest) in zip(pairwise(queries), pairwise(keys), strict=True):
         size, later = max(1, end - start) if window is None else max(window, BLOCK), newest - end
         for first in range(start, end, size):
@@ -76,7 +77,7 @@ def pieces(queries: list[int], keys: list[int], window: int | None) -> Iterator[
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-    """What the last n of m tokens read: q [n,H,D], keys and values [m,G,D]."""
+    """Attention of the last n of m tokens: q [n,H,D], keys and values [m,G,D]."""
     mask = None
     if window is not None or len(k) > len(q):
         age = torch.arange(len(k) - len(q), len(k), device=q.device)[:, None] - torch.arange(len(k), device=q.device)
@@ -114,7 +115,7 @@ _backward_op = define_op(
 
 
 class PackedAttention(torch.autograd.Function):
-    """Piece by piece, where there is no kernel for it; the backward pass reads each piece again."""
+    """Block by block, where there is no kernel; the backward pass recomputes each block."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, window: int | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Padded batches: a padded token neither decays nor writes the state, and enters no convolution."""
+"""Padded batches: a padded token neither decays nor writes the state, and does not enter a convolution."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from headmax.ops.packing import Packing
 
 
 class Padding:
-    """Where the tokens of a padded batch [batch, time] lie, wherever the padding is, and the same tokens packed into one row."""
+    """The places of the tokens in a padded batch [batch, time], wherever the padding is, and their packing into one row."""
 
     def __init__(self, mask: Tensor) -> None:
         """`mask` [batch, time] is 0 where there is no token. It is read on the host."""
         mask = mask.bool()
         self.shape = tuple(mask.shape)
         self.places = mask.flatten().nonzero().flatten()
-        """[tokens] where each token lies in the flattened batch."""
+        """[tokens] index of each token in the flattened batch."""
         self.lengths = mask.sum(1)
         """[batch] tokens of each row."""
         self.packing = None if self.empty else Packing(torch.cat([self.lengths.new_zeros(1), self.lengths.cumsum(0)]))
@@ -29,14 +29,14 @@ class Padding:
 
     @property
     def positions(self) -> Tensor:
-        """[batch, time] how many tokens of its row each token has before it."""
+        """[batch, time] number of tokens before each token in its row."""
         if self.packing is None:
             return torch.zeros(self.shape, dtype=torch.int64, device=self.places.device)
         return self.restore(self.packing.positions[None])
 
     @classmethod
     def of(cls, mask: Tensor | None) -> Padding | None:
-        """None where every token is one."""
+        """None where nothing is padded."""
         return None if mask is None or bool(mask.all()) else cls(mask)
 
     def remove(self, x: Tensor) -> Tensor:

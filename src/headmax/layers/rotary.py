@@ -12,14 +12,14 @@ from headmax.ops.registry import Lazy, dispatch, register
 
 
 class Rotary(NamedTuple):
-    """Cosine and sine of every position's angles, [batch or 1, time, 1, dim / 2]: made once, used by every layer."""
+    """Cosine and sine of every position's angles, [batch or 1, time, 1, dim / 2]: computed once, used by every layer."""
 
     cos: Tensor
     sin: Tensor
 
 
 class RotarySettings(NamedTuple):
-    """What a layer's angles depend on beside the positions."""
+    """What a layer's angles depend on, apart from the positions."""
 
     dim: int
     base: float
@@ -34,7 +34,7 @@ class RotarySettings(NamedTuple):
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Turns the pair (x_i, x_{i + D/2}) of each head by its position's i-th angle. x [B,T,H,D], or wider: the rest stays as it is."""
+    """Rotates the pair (x_i, x_{i + D/2}) of each head by its position's i-th angle; further channels of x [B,T,H,...] stay as they are."""
     cos, sin = rotary
     turning, rest = x.tensor_split((2 * cos.shape[-1],), dim=-1)
     first, second = turning.to(compute_dtype(x.dtype)).chunk(2, dim=-1)
@@ -51,5 +51,5 @@ register("turned", {"reference": _turned, "triton": Lazy("headmax.layers.triton_
 
 
 def turned(product: Tensor, rotary: Rotary, heads: int, width: int, backend: str = "auto") -> tuple[Tensor, Tensor, Tensor]:
-    """q and k [B,T,H,D], turned, and what else there is, of product [B,T,2 H D + ...]."""
+    """Splits product [B,T,2 H D + ...] into q and k [B,T,H,D], rotated, and the rest."""
     return dispatch("turned", backend, product)(product, *rotary, heads, width)

@@ -42,14 +42,14 @@ for _name, _plain in (("short_conv", _reference), ("unit_conv", _unit_reference)
 
 
 def _after_states(state: Tensor, x: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
-    """The row of x [1,T,D] with each sequence after its state [N,W-1,D], and where the tokens are in it."""
+    """x [1,T,D] with each sequence preceded by its state [N,W-1,D], and the indices of the tokens in it."""
     states = torch.arange(state.shape[0], device=x.device).repeat_interleave(state.shape[1])
     order = torch.cat([states, packing.sequence_ids]).argsort(stable=True)
     return torch.cat([state.flatten(0, 1)[None], x], dim=1)[:, order], order.argsort()[len(states) :]
 
 
 def _convolve(run: Convolution, x: Tensor, state: Tensor | None, packing: Packing | None) -> tuple[Tensor | None, ...]:
-    """run(x, predecessors), each sequence of x [B,T,D] after its `state` [sequences,W-1,D], which are the inputs before it."""
+    """run(x, predecessors) on x [B,T,D], each sequence continued from its `state` [sequences,W-1,D], the inputs before it."""
     if state is None:
         return run(x, None if packing is None else packing.positions)
     if packing is None:
@@ -67,8 +67,8 @@ def short_convolution(
     backend: str = "auto",
     bias: Tensor | None = None,
 ) -> Tensor:
-    """silu of bias [D], if there is one, plus the causal depthwise convolution of x [B,T,D] with weight [D,W]; `state` [sequences,W-1,D]
-    are the inputs before."""
+    """silu(bias + conv(x)): the causal depthwise convolution of x [B,T,D] with weight [D,W], bias [D] being optional. `state`
+    [sequences,W-1,D] holds the inputs before x."""
     kernel = dispatch("short_conv", backend, x)
     return _convolve(lambda x, before: (kernel(x, weight, bias, before),), x, state, packing)[0]  # type: ignore[return-value]
 
@@ -82,14 +82,14 @@ def unit_convolution(
     packing: Packing | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """As `short_convolution`, then each of the heads scaled to unit length as the delta rule does it; and, of what it was before that,
-    the scores [B,T,gates] by scorer [gates,K], as `head_gate` has them."""
+    """`short_convolution`, then each head scaled to unit length as in the delta rule. Also the scores [B,T,gates] of `head_gate`, from
+    scorer [gates,K] and the heads before scaling."""
     kernel = dispatch("unit_conv", backend, x)
     return _convolve(lambda x, before: kernel(x, weight, before, scorer, heads), x, state, packing)  # type: ignore[return-value]
 
 
 def last_inputs(x: Tensor, width: int, state: Tensor | None, packing: Packing | None) -> Tensor:
-    """The `state` of what follows x: the last W - 1 inputs of each sequence, zeros where there were fewer."""
+    """The state after x: the last W - 1 inputs of each sequence, zeros where there were fewer."""
     sequences = x.shape[0] if packing is None else packing.num_sequences
     state = x.new_zeros(sequences, width - 1, x.shape[2]) if state is None else state.to(x.dtype)
     if packing is None:
@@ -100,7 +100,7 @@ def last_inputs(x: Tensor, width: int, state: Tensor | None, packing: Packing | 
 
 
 def inputs_before(x: Tensor, width: int, packing: Packing | None, group: ProcessGroup) -> Tensor:
-    """The `state` of a rank's piece of every sequence, x [B,T,D]: the last W - 1 inputs of the rank before it."""
+    """The state before a rank's piece x [B,T,D] of every sequence: the last W - 1 inputs of the previous rank."""
     if x.shape[1] < width - 1:
         raise ValueError(f"conv_size: a piece of a sequence has at least {width - 1} tokens, the inputs before the next, got {x.shape[1]}")
     before = from_previous(x[:, 1 - width :], group)

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from headmax.layers.mixers.attention import Attention, AttentionSlots
-from headmax.layers.mixers.base import RecurrentMixer, RecurrentSlots, StepTerms
+from headmax.layers.mixers.base import RecurrentMixer
+from headmax.layers.mixers.state import RecurrentSlots
+from headmax.layers.mixers.terms import StepTerms
 from headmax.layers.norm import RMSNorm
 from headmax.layers.rotary import Rotary
 from headmax.layers.triton_linear import Convolution, LinearInput, Scores, linear, score_part

@@ -11,7 +11,7 @@ from torch.utils._pytree import SequenceKey, _register_namedtuple, register_pytr
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from headmax.layers.mixers.attention import AttentionSlots, AttentionState
-from headmax.layers.mixers.base import RecurrentSlots, RecurrentState
+from headmax.layers.mixers.state import RecurrentSlots, RecurrentState
 from headmax.layers.padding import Padding
 from headmax.ops.packing import Packing
 

@@ -1,4 +1,4 @@
-"""One token of each sequence: which blocks run it as kernels, and CUDA graphs of the whole model on slots that are lent to one cache."""
+"""Decoding one token per sequence: which blocks run fused, and CUDA graphs of the whole model on slots that are lent to one cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headmax.layers.block import Block
 from headmax.layers.fusion import Fusion
 from headmax.layers.head_gate import HeadGate
 from headmax.layers.mixers.attention import Attention, AttentionSlots
-from headmax.layers.mixers.base import RecurrentSlots, RecurrentState
+from headmax.layers.mixers.state import RecurrentSlots, RecurrentState
 from headmax.models.cache import HeadmaxCache
 from headmax.ops.registry import autocast_dtype
 
@@ -28,7 +28,7 @@ Slots = RecurrentSlots | AttentionSlots
 
 
 def make_slots(blocks: Iterable[nn.Module], number: int, dtype: torch.dtype, position: Tensor, length: int | None = None) -> list[Slots]:
-    """Slots for so many sequences in every layer: recurrent states in `dtype`, keys and values of up to `length` tokens."""
+    """Slots for `number` sequences in every layer: recurrent states in `dtype`, keys and values of up to `length` tokens."""
     slots: list[Slots] = []
     for block in blocks:
         if isinstance(block.mixer, Attention):
@@ -41,7 +41,7 @@ def make_slots(blocks: Iterable[nn.Module], number: int, dtype: torch.dtype, pos
 
 
 class Watch:
-    """What a plan of a step depends on in a model, in a form that is compared at every token."""
+    """What a decoding step depends on in a model, in a form that is cheap to compare at every token."""
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
@@ -51,8 +51,8 @@ class Watch:
         self.gates = [module for module in modules if isinstance(module, HeadGate)]
 
     def marks(self) -> list[Any]:
-        """Another list when a module is replaced or hooked, a gate set otherwise, or a weight lies elsewhere. Weights may change where they
-        are."""
+        """Differs when a module is replaced or hooked, a gate's settings change, or a weight moves in memory. Values of weights may
+        change in place."""
         weights = [weight for own in self.parameters for weight in own.values()]
         return [
             *(id(child) for own in self.children for child in own.values()),
@@ -63,9 +63,9 @@ class Watch:
 
 
 class Replay:
-    """A function as a CUDA graph: what it returned when it was captured is where its results lie after each call.
+    """A function as a CUDA graph. The tensors it returned at capture hold its results after each call.
 
-    Graphs that are never replayed at the same time may share a `pool` of memory.
+    Graphs that never run at the same time may share a `pool` of memory.
     """
 
     def __init__(self, function: Callable[[], Any], pool: Any = None) -> None:
@@ -86,7 +86,7 @@ class Replay:
 
 
 class Decoder:
-    """A model's plan of a step, and its slots and graphs. Copies of the model begin with none of them."""
+    """A model's slots and CUDA graphs for decoding, and which blocks run fused. A copy of the model starts without any."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -100,7 +100,7 @@ class Decoder:
         return Decoder, ()
 
     def release(self) -> None:
-        """Gives slots and graphs back."""
+        """Frees slots and graphs."""
         self.slots: list[RecurrentSlots] = []
         self.tokens = self.positions = torch.empty(0)
         self.graphs: dict[int, Replay] = {}
@@ -109,32 +109,32 @@ class Decoder:
         self.borrower: weakref.ref[HeadmaxCache] | None = None
 
     def refresh(self, model: HeadmaxModel, x: Tensor) -> None:
-        """Why each block cannot run one token as kernels, if so; looked up again when the model has changed."""
+        """Finds which blocks cannot run the fused step, and why; again whenever the model has changed."""
         if self.watch is None or self.seen != (self.watch.marks(), x.dtype):
             self.watch = Watch(model)
             self.seen = (self.watch.marks(), x.dtype)
             self.release()
             self.obstacles = [cast(Block, block).step_obstacle(x) for block in model.layers]
             if said := sorted({why for why in self.obstacles if why is not None}):
-                logger.warning("decoding goes without fused kernels in some layers: %s", "; ".join(said))
+                logger.warning("decoding without fused kernels in some layers: %s", "; ".join(said))
 
     def fusion(self, model: HeadmaxModel, x: Tensor) -> tuple[Fusion, ...]:
-        """What runs fused of each block in a step of x [rows, 1, hidden]."""
+        """What runs fused in each block for a step of x [rows, 1, hidden]."""
         self.refresh(model, x)
         pairs = zip(model.layers, self.obstacles, strict=True)
         return tuple(Fusion(step=True) if why is None else cast(Block, block).fusion(x) for block, why in pairs)
 
     def graphs_on(self, device: torch.device) -> bool:
-        """Whether there are graphs for such a device."""
+        """Whether the device supports CUDA graphs."""
         return device.type == "cuda"
 
-    @torch.compiler.disable(reason="a step after a cache is replayed as a CUDA graph, which is not to be traced")
+    @torch.compiler.disable(reason="a decoding step is a CUDA graph, which cannot be traced")
     def replay(
         self, model: HeadmaxModel, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cache: HeadmaxCache
     ) -> Tensor | None:
-        """The last hidden state [rows, 1, hidden] after one more token, the cache moved on; None where no graph can do it.
+        """Advances the cache by one token and returns the last hidden state [rows, 1, hidden]; None if no graph can do it.
 
-        The graph of a batch size is captured in its second step, and again after the model has changed.
+        A batch size is captured at its second step, and again after the model has changed.
         """
         with self.lock:
             rows, why = len(input_ids), self._obstacle(model, attention_mask, cache)
@@ -154,15 +154,15 @@ class Decoder:
         return hidden
 
     def log_once(self, why: str) -> None:
-        """Logs why a step is not a graph, each reason once."""
+        """Logs why a step is not a CUDA graph, each reason once."""
         if why not in self.announced:
             self.announced.add(why)
             logger.info("decoding without a CUDA graph: %s", why)
 
     def _obstacle(self, model: HeadmaxModel, attention_mask: Tensor | None, cache: HeadmaxCache) -> str | None:
-        """Why a step of this cache cannot be a graph, or None."""
+        """Why a step of this cache cannot be a CUDA graph, or None."""
         if any(model.uses_attention):
-            return "keys and values of attention layers grow with the text"
+            return "keys and values of attention layers grow with the sequence"
         if autocast_dtype(model.device) is not None:
             return "autocast is on"
         self.refresh(model, model.embed_tokens.weight)
@@ -171,21 +171,21 @@ class Decoder:
         if (why := next((why for why in self.obstacles if why is not None), None)) is not None:
             return why
         if attention_mask is not None and not bool(attention_mask[:, -1:].all()):
-            return "a row has no token in this step"
+            return "a row is padded in this step"
         borrower = None if self.borrower is None else self.borrower()
         if borrower is not None and borrower is not cache and self._holds(borrower):
             return "another cache is being continued with the model's slots"
         return None
 
     def _holds(self, cache: HeadmaxCache) -> bool:
-        """Whether a cache's states are what was lent."""
+        """Whether the cache still holds the slots that were lent to it."""
         return all(layer.state is lent for layer, lent in zip(cache.layers, self.lent, strict=True))
 
     def _lend(self, model: HeadmaxModel, cache: HeadmaxCache, rows: int) -> str | None:
-        """Moves the states of a cache into the slots, unless they are there; why not, if so."""
+        """Copies the states of a cache into the slots, unless they are there already; the reason if that is impossible, or None."""
         states = [layer.state for layer in cache.layers]
         if not all(isinstance(state, RecurrentState | RecurrentSlots) and len(state.recurrent) == rows for state in states):
-            return "states and tokens are not of as many sequences"
+            return "the cache holds another number of sequences"
         if rows not in self.graphs:
             self._capture(model, rows)
         if self.borrower is not None and self.borrower() is cache and self._holds(cache) and len(self.lent[0].recurrent) == rows:

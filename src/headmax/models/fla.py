@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from headmax.layers import MIXERS, HeadGateConfig
 from headmax.layers.mixers import RecurrentMixer
-from headmax.layers.mixers.base import RecurrentState
+from headmax.layers.mixers.state import RecurrentState
 from headmax.models.convert import NAMES, config_from_fla
 from headmax.ops.packing import Packing
 

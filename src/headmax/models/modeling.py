@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
@@ -22,33 +21,20 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import can_return_tuple
 
 from headmax.layers.block import Block
-from headmax.layers.fusion import Fusion, fusion_enabled
-from headmax.layers.head_parallel import all_logits, divide, embed, shard_parameter
+from headmax.layers.head_parallel import all_logits, divide, shard_parameter
 from headmax.layers.initialized import Initialized
 from headmax.layers.loss import IGNORED, linear_cross_entropy
-from headmax.layers.mixers.attention import Attention, AttentionSlots, AttentionState
-from headmax.layers.mixers.attention import attention_mask as make_attention_mask
+from headmax.layers.mixers.attention import Attention, AttentionState
 from headmax.layers.norm import RMSNorm
-from headmax.layers.padding import Padding
-from headmax.layers.rotary import Rotary, RotarySettings
+from headmax.layers.rotary import RotarySettings
 from headmax.models.cache import HeadmaxCache, adopt
 from headmax.models.configuration import HeadmaxConfig
 from headmax.models.decoding import Decoder
-from headmax.ops.checks import check_packing
+from headmax.models.inputs import check_arguments, find_packing, find_padding, read_inputs
 from headmax.ops.packing import Packing
-from headmax.ops.registry import autocast_dtype
-from headmax.ops.step import MOST_TOKENS
 
 RECOMPILATIONS = 32
 """Ways to call a block that may each be compiled."""
-UNSUPPORTED = {
-    "output_attentions": "recurrent layers have no attention maps; return_gates=True gives the head gates",
-    "head_mask": "heads cannot be masked; a gate of a head is its share of the softmax",
-    "token_type_ids": "the model has one kind of token",
-    "encoder_hidden_states": "the model is a decoder without cross-attention",
-    "encoder_attention_mask": "the model is a decoder without cross-attention",
-}
-"""Arguments of Hugging Face models that would change the result, and why they cannot here."""
 Gates = tuple[tuple[Tensor | None, Tensor | None] | None, ...]
 
 
@@ -85,78 +71,6 @@ class HeadmaxPreTrainedModel(PreTrainedModel):
         elif isinstance(module, Initialized):
             for parameter, value in module.initial_parameters():
                 init.copy_(parameter, value)
-
-
-@functools.cache
-def misspelt(name: str) -> str | None:
-    """The argument of our own that a name is all but equal to."""
-    return next(iter(difflib.get_close_matches(name, ("return_gates", "cu_seqlens", "skip_logits"), n=1, cutoff=0.9)), None)
-
-
-def check_arguments(others: Mapping[str, Any]) -> None:
-    """Arguments that a model knows nothing of: as Hugging Face models do, it takes what others pass around."""
-    for name, value in others.items():
-        if (meant := misspelt(name)) is not None:
-            raise ValueError(f"unknown argument {name!r}; did you mean {meant!r}?")
-        if name in UNSUPPORTED and value is not None and value is not False:
-            raise ValueError(f"{name} is not supported: {UNSUPPORTED[name]}")
-
-
-@torch.compiler.disable(reason="attention_mask is read on the host to find padding: leave it out where there is none")
-def find_padding(attention_mask: Tensor) -> Padding | None:
-    return Padding.of(attention_mask)
-
-
-@torch.compiler.disable(reason="position_ids are read on the host to find packed sequences: pass cu_seqlens as a Packing instead")
-def packing_of_positions(position_ids: Tensor, batch: int) -> Packing | None:
-    """The packing that positions [batch or 1, time] tell by starting anew; only a batch of one may be packed."""
-    if batch == 1:
-        return Packing.from_positions(position_ids)
-    if (position_ids.diff(dim=1) != 1).any():
-        raise ValueError("position_ids restart inside a row: pack sequences into a batch of one, or pad them and pass attention_mask")
-    return None
-
-
-def find_packing(
-    tokens: Tensor, padding: Padding | None, position_ids: Tensor | None, cu_seqlens: Tensor | Packing | None
-) -> Packing | None:
-    """The packing of tokens [batch, time, ...]: as given, or where the positions of unpadded tokens do not count on by one."""
-    batch, time = tokens.shape[:2]
-    if cu_seqlens is not None:
-        return check_packing("HeadmaxModel", cu_seqlens, batch, time, tokens.device)
-    if position_ids is None or padding is not None or time == 1:
-        return None
-    return packing_of_positions(position_ids, batch)
-
-
-def check_token_shapes(batch: int, time: int, past: int, position_ids: Tensor | None, attention_mask: Tensor | None) -> None:
-    """What has a number for each token of x [batch, time], after `past` tokens in the cache."""
-    if position_ids is not None and tuple(position_ids.shape) not in ((1, time), (batch, time)):
-        raise ValueError(f"position_ids must be [batch or 1, time] = {[batch, time]}, got {list(position_ids.shape)}")
-    if attention_mask is not None and attention_mask.ndim == 4:
-        raise ValueError("attention_mask must be [batch, time]: a 4-D mask hides pairs of tokens, and recurrent layers have no pairs")
-    if attention_mask is not None and tuple(attention_mask.shape) not in ((batch, time), (batch, past + time)):
-        raise ValueError(f"attention_mask must be [batch, seen + time] = {[batch, past + time]}, got {list(attention_mask.shape)}")
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """What the blocks are given, after the rules of `HeadmaxModel.read_inputs`."""
-
-    x: Tensor
-    """The residual stream [batch, time, hidden]."""
-    cache: HeadmaxCache | None
-    use_cache: bool
-    packing: Packing | None
-    padding: Padding | None
-    positions: dict[tuple[bool, RotarySettings | None], Rotary | None]
-    """The angles of the tokens, for attention or not, and for each setting in the model."""
-    masks: dict[int | None, Tensor | None]
-    """Which keys a query of an attention layer may see, for each window in the model."""
-    states: tuple[tuple | None, ...]
-    """What each block goes on from: slots for few tokens, which move on in place."""
-    fusion: tuple[Fusion, ...]
-    """Of each block."""
 
 
 class HeadmaxModel(HeadmaxPreTrainedModel):
@@ -214,8 +128,8 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
         check_arguments(kwargs)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        inputs = self.read_inputs(
-            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, cu_seqlens, return_gates
+        inputs = read_inputs(
+            self, input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, cu_seqlens, return_gates
         )
         x = inputs.x
         gates: list = []
@@ -224,16 +138,16 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
             for n, (block, attends) in enumerate(zip(self.layers, self.uses_attention, strict=True)):
                 if output_hidden_states:
                     hidden_states.append(x)
-                state, positions, fusion = inputs.states[n], inputs.positions[attends, self.rotary[n]], inputs.fusion[n]
+                state, angles, fusion = inputs.states[n], inputs.angles[attends, self.rotary[n]], inputs.fusion[n]
                 mask = inputs.masks[self.windows[n]] if attends else inputs.padding
                 if fusion.step and not isinstance(state, AttentionState):  # keys and values that grow are no memory to write in
-                    x = cast(Block, block).step(x, state, positions, mask)
+                    x = cast(Block, block).step(x, state, angles, mask)
                 else:
                     x, state, gate = block(
                         x,
                         state=state,
                         return_state=inputs.use_cache,
-                        positions=positions,
+                        positions=angles,
                         packing=inputs.packing,
                         mask=mask,
                         return_gates=return_gates,
@@ -250,61 +164,6 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
             gates=tuple(gates) if return_gates else None,
         )
 
-    def read_inputs(
-        self,
-        input_ids: Tensor | None,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        cache: HeadmaxCache | None,
-        inputs_embeds: Tensor | None,
-        use_cache: bool | None,
-        cu_seqlens: Tensor | Packing | None,
-        return_gates: bool = False,
-    ) -> Inputs:
-        """The rules of what may be given together, and what follows from it for the blocks."""
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give exactly one of input_ids and inputs_embeds")
-        x = embed(self.embed_tokens, self.tensor_group, cast(Tensor, input_ids)) if inputs_embeds is None else inputs_embeds
-        # embeddings are looked up in float32; the residual stream is what autocast computes in
-        x = x.to(autocast_dtype(x.device) or x.dtype)
-        batch, time, _ = x.shape
-        if self.context_group is not None:
-            if use_cache or cache is not None:
-                raise ValueError("use_cache: pieces of sequences keep no states: pass use_cache=False and no past_key_values")
-            self._check_piece(position_ids, cu_seqlens, attention_mask)
-            use_cache = False
-        if self.tensor_group is not None:
-            if use_cache or cache is not None:
-                raise ValueError("use_cache: ranks with a share of the heads keep no states: pass use_cache=False and no past_key_values")
-            use_cache = False
-        if cache is not None:
-            adopt(cache, len(self.layers))
-        past = 0 if cache is None else cache.get_seq_length()
-        check_token_shapes(batch, time, past, position_ids, attention_mask)
-        padding = None if attention_mask is None else find_padding(attention_mask[:, -time:])
-        packing = find_packing(x, padding, None if self.context_group else position_ids, cu_seqlens)
-        if packing is not None and padding is not None:
-            raise ValueError("attention_mask pads rows and cu_seqlens packs sequences: give one of them")
-        if packing is not None and (use_cache or past) and any(self.uses_attention):
-            raise ValueError("attention layers keep no states of packed sequences: pass use_cache=False and no past_key_values")
-        if use_cache is None:
-            use_cache = self.config.use_cache and not self.training and packing is None
-        if use_cache and cache is None:
-            cache = HeadmaxCache(self.config.num_hidden_layers)
-        few = past > 0 and time <= MOST_TOKENS and use_cache and packing is None and padding is None and not torch.is_grad_enabled()
-        layers = [] if cache is None else cache.layers
-        return Inputs(
-            x,
-            cache,
-            use_cache,
-            packing,
-            padding,
-            self._angles(x, cache, position_ids, packing, padding),
-            self._attention_masks(x, cache, past, attention_mask),
-            tuple(layer.in_place() if few else layer.to_keep() for layer in layers) or (None,) * len(self.layers),
-            self.decoder.fusion(self, x) if few and time == 1 and not return_gates and self.kernels(x) else self.fusion(x),
-        )
-
     def set_context_group(self, group: ProcessGroup | None) -> None:
         """Inputs are from now on this rank's piece of every sequence, in the order of the group's ranks; whole sequences with None."""
         self.context_group = group
@@ -318,63 +177,6 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
         shard_parameter(self.embed_tokens, "weight", mesh, 0)
         for block in self.layers:
             cast(Block, block).set_tensor_mesh(mesh)
-
-    def _check_piece(self, position_ids: Tensor | None, packing: Tensor | Packing | None, attention_mask: Tensor | None) -> None:
-        """What a piece of every sequence needs, and cannot have."""
-        if attention_mask is not None:
-            raise ValueError("attention_mask: pieces of sequences have no padding; pack sequences and pass cu_seqlens")
-        if isinstance(packing, Tensor):
-            raise ValueError("cu_seqlens must be this rank's Packing.piece where there is a context group, got a tensor")
-        if packing is None and position_ids is None:
-            raise ValueError("position_ids must be those of this rank's tokens, [batch or 1, time], where there is a context group")
-
-    def kernels(self, x: Tensor) -> bool:
-        """Whether the blocks are to run fused on such an x."""
-        return fusion_enabled(self.config.fused, self.config.backend, x)
-
-    def fusion(self, x: Tensor) -> tuple[Fusion, ...]:
-        """What runs fused of each block."""
-        return tuple(cast(Block, block).fusion(x) for block in self.layers)
-
-    def _angles(
-        self, x: Tensor, cache: HeadmaxCache | None, position_ids: Tensor | None, packing: Packing | None, padding: Padding | None
-    ) -> dict[tuple[bool, RotarySettings | None], Rotary | None]:
-        """Of each token's position, which counts the tokens of its sequence before it unless `position_ids` say otherwise."""
-        kinds = set(zip(self.uses_attention, self.rotary, strict=True))
-        if position_ids is None and any(settings is not None for _, settings in kinds):
-            position_ids = self._positions(x, cache, packing, padding)
-        rows = position_ids if padding is None or position_ids is None else padding.remove(position_ids.expand(x.shape[:2]))
-        return {
-            (attends, settings): settings and settings.at(position_ids if attends else rows, x.dtype)  # type: ignore[arg-type]
-            for attends, settings in kinds
-        }
-
-    def _positions(self, x: Tensor, cache: HeadmaxCache | None, packing: Packing | None, padding: Padding | None) -> Tensor:
-        """[batch or 1, time]: how many tokens of its sequence each token has before it."""
-        before = 0 if cache is None else cache.layers[0].tokens
-        if padding is not None:
-            positions = padding.positions
-        else:
-            positions = (torch.arange(x.shape[1], device=x.device) if packing is None else packing.positions)[None]
-        if isinstance(before, Tensor):  # of each sequence its own number
-            before = before[:, None] if packing is None else before[packing.sequence_ids]
-        return positions + before
-
-    def _attention_masks(
-        self, x: Tensor, cache: HeadmaxCache | None, past: int, attention_mask: Tensor | None
-    ) -> dict[int | None, Tensor | None]:
-        """What attention layers may see, for each of their windows; None where causality and the packing say it all."""
-        windows = {window for window, attends in zip(self.windows, self.uses_attention, strict=True) if attends}
-        if not windows:
-            return {}
-        slots = None if cache is None else next((s for s in (y.state for y in cache.layers) if isinstance(s, AttentionSlots)), None)
-        if slots is not None:
-            return {window: slots.mask(window) for window in windows}
-        if attention_mask is not None and attention_mask.shape[1] != past + x.shape[1]:
-            raise ValueError(f"attention_mask must cover the cache too, [batch, seen + time] = {[x.shape[0], past + x.shape[1]]}")
-        if attention_mask is not None and find_padding(attention_mask) is None:
-            attention_mask = None
-        return {window: make_attention_mask(x.shape[1], past, attention_mask, x.device, window) for window in windows}
 
     def compile_blocks(self, backend: str = "inductor") -> None:
         """Compiles block by block: the blocks share their code, so one compilation serves all layers, and none holds a graph break.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_structure, tree_unflatten
 
 from headmax.layers.mixers.attention import AttentionState, attend
-from headmax.layers.mixers.base import RecurrentState
+from headmax.layers.mixers.state import RecurrentState
 from headmax.models.cache import HeadmaxCache
 from headmax.models.modeling import HeadmaxForCausalLM
 

@@ -1,4 +1,4 @@
-"""What every recurrence demands of its arguments. Errors name the argument, what it got and what it needs."""
+"""Argument checks of the recurrences. Errors name the argument, what it got and what it needs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """States and accumulations are float32, and float64 beside float64 inputs."""
+    """States and accumulations are float32, or float64 for float64 inputs."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

@@ -1,4 +1,4 @@
-"""The chunked layout shared by the pure-PyTorch backends: split time into chunks, scan over them, join again."""
+"""The chunked layout of the pure-PyTorch backends: split time into chunks, scan over them, join again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headmax.ops.packing import CHUNK, Packing
 from headmax.ops.sequential import split_time
 
 SEGMENT = 4096
-"""Longer sequences run in pieces of this many steps: temporary memory stays bounded and in reach of the caches."""
+"""Longer sequences run in pieces of this many steps, so that temporary memory is bounded and stays in the caches."""
 
 
 class _ContiguousGradient(torch.autograd.Function):
@@ -70,9 +70,9 @@ class Chunks:
 
 
 def in_segments(run: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Runs `run(q, k, v, *per_token, scale, state, packing)` on a long sequence piece by piece, handing the state over.
+    """Runs `run(q, k, v, *per_token, scale, state, packing)` on a long sequence piece by piece, passing the state on.
 
-    The state comes whether it is asked for or not: it costs nothing.
+    The state is always returned: it costs nothing.
     """
 
     @functools.wraps(run)

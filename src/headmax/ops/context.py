@@ -1,11 +1,12 @@
-"""Context parallelism: a recurrence over sequences of which every rank holds a piece.
+"""Context parallelism: a recurrence over sequences that are split over ranks in consecutive pieces.
 
-What a piece does to the state before it is affine: S_out = M S_in + b. So each rank runs its piece from nothing (from the given state
-on the first), all ranks tell each other (M, b), and each corrects its outputs by the state that the pieces before it leave,
+A piece maps the state before it affinely: S_out = M S_in + b. Each rank runs its piece from a zero state (the first one from the given
+state), the ranks exchange (M, b), and each corrects its outputs for the state that arrives from the pieces before it,
 
-    o_t = o_t|0 + E_t S_in,     M, E_t: what is left of S_in at the end, and what token t reads of it.
+    o_t = o_t|0 + E_t S_in,     M: what is left of S_in at the end;  E_t: what token t reads of it.
 
-One exchange forward, and one backward with the gradient of S_in; their size is that of a state and its transition, whatever the length.
+There is one exchange forward and one backward, of the gradient of S_in. Their size is that of a state and its transition, whatever the
+length.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ Run = Callable[..., tuple[Tensor, Tensor]]
 
 
 class Piece(NamedTuple):
-    """What a rank's tokens do to the state before them."""
+    """What a rank's tokens read, and how they change the state."""
 
     o: Tensor
-    """[B,T,HV,V] what they read where there is no such state,"""
+    """[B,T,HV,V] outputs from a zero state."""
     state: Tensor
-    """[sequences,HV,K,V] and leave."""
+    """[sequences,HV,K,V] final state from a zero state."""
     reading: Tensor
     """E [B,T,HV,K]; zero for tokens of sequences that begin here."""
     transition: Tensor
@@ -81,7 +82,7 @@ class StateBefore(torch.autograd.Function):
 
 
 class FromPrevious(torch.autograd.Function):
-    """The x of the rank before, zeros on the first; its gradient goes back there."""
+    """The previous rank's x, zeros on the first rank; the gradient is sent back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -95,7 +96,7 @@ class FromPrevious(torch.autograd.Function):
 
 
 def shifted(x: Tensor, group: dist.ProcessGroup, by: int) -> Tensor:
-    """The x of the rank `by` places before this one; zeros where there is none."""
+    """The x of the rank `by` places before this one; zeros if there is none."""
     ranks, rank, there = group.size(), dist.get_rank(group), torch.zeros_like(x, memory_format=torch.contiguous_format)
     given, taken = (x.shape[0] if 0 <= rank + to < ranks else 0 for to in (by, -by))
     takes, gives = ([size if n == rank + to else 0 for n in range(ranks)] for size, to in ((taken, -by), (given, by)))
@@ -104,7 +105,7 @@ def shifted(x: Tensor, group: dist.ProcessGroup, by: int) -> Tensor:
 
 
 def from_previous(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The x of the rank before, zeros on the first."""
+    """The previous rank's x, zeros on the first rank."""
     return FromPrevious.apply(x, group)
 
 
@@ -133,7 +134,7 @@ def up_to_here(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def begun(packing: Packing) -> Tensor:
-    """Whether the first sequence has tokens on an earlier rank."""
+    """Whether the first sequence began on an earlier rank."""
     return packing.positions[0] > 0
 
 
@@ -163,7 +164,7 @@ def decaying(run: Run) -> Callable[..., Piece]:
 def erasing(run: Run) -> Callable[..., Piece]:
     """A piece of `run(q, k, v, log_decay, beta, normalize_qk, read_gate, write_gate, scale, state, packing, return_state)`.
 
-    What is left of a state is what the op leaves of the unit matrix where nothing is written: its columns stand beside those of v.
+    Its transition matrix is what the op makes of an identity state when nothing is written: K more columns, appended to those of v.
     """
 
     def piece(*args: Any) -> Piece:
@@ -183,10 +184,10 @@ def erasing(run: Run) -> Callable[..., Piece]:
 
 
 def over_pieces(run: Run, group: dist.ProcessGroup | None, kind: Callable[[Run], Callable[..., Piece]]) -> Run:
-    """`run` on a piece of every sequence, as the ranks of `group` hold them in their order; `run` itself where there is no group.
+    """`run` on this rank's piece of every sequence; `run` itself without a group.
 
-    The initial state is that of the first rank, the state that of each piece's end. In a packed row both have a row for each sequence of
-    the piece, and that of one begun on an earlier rank comes from there.
+    The initial state counts on the first rank; the final state is that at the end of each piece. In a packed row both have one entry per
+    sequence of the piece, and a sequence that began on an earlier rank takes its initial state from there.
     """
     if group is None or group.size() == 1:
         return run

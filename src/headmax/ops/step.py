@@ -1,4 +1,4 @@
-"""A recurrence on a few tokens: how all decoding runs."""
+"""A recurrence on a few tokens, with the state updated in place: all decoding runs this."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headmax.ops.checks import too_wide
 from headmax.ops.registry import Lazy, dispatch, no_autocast, register
 
 MOST_TOKENS = 16
-"""Tokens of a sequence that are taken one after the other; more are a chunk."""
+"""Most tokens of a step, which are processed one after the other; more go through the chunked form."""
 
 Op = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -29,13 +29,13 @@ register("step", {"reference": _step, "triton": Lazy("headmax.ops.triton_step", 
 def _obstacle(op: Op, q: Tensor, v: Tensor) -> str | None:
     """Why the kernel cannot take a step of this op, or None."""
     if op.__name__ not in ("linear_attention", "gla", "gated_delta_rule", "kda"):
-        return f"it does not know {op.__name__}"
+        return f"it does not support {op.__name__}"
     return too_wide(q, v)
 
 
 @torch.no_grad()
 def step(op: Op, *inputs: Tensor, state: Tensor, scale: float | None = None, backend: str = "auto", **options: Any) -> Tensor:
-    """`op` on at most MOST_TOKENS tokens after `state`: o [B,T,HV,V]. The state moves on in place; there are no gradients.
+    """`op` on at most MOST_TOKENS tokens after `state`: o [B,T,HV,V]. The state is updated in place; there are no gradients.
 
     Args:
         op: a recurrence, such as `headmax.ops.gla`.

@@ -1,6 +1,6 @@
-"""Tensor parallelism: what ranks that hold some heads each, or some columns of a matrix, tell each other, with gradients.
+"""Tensor parallelism: differentiable exchanges between ranks that hold some heads, or some columns of a matrix, each.
 
-All ranks of a group hold the same tokens and run the same steps. What they compute alike has the same gradient on all of them.
+All ranks of a group hold the same tokens and run the same steps. A value that is replicated has the same gradient on all ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def total(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class Copied(torch.autograd.Function):
-    """Tensors that every rank has and uses for its own part: their gradients are sums over ranks, in one message."""
+    """Replicated tensors used by each rank for its own part: their gradients are summed over the ranks, in one message."""
 
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -41,7 +41,7 @@ class Copied(torch.autograd.Function):
 
 
 class Summed(torch.autograd.Function):
-    """The sum of all ranks' x, which they go on with alike."""
+    """The sum of all ranks' x; replicated from here on."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -54,7 +54,7 @@ class Summed(torch.autograd.Function):
 
 
 class Gathered(torch.autograd.Function):
-    """The x [..., n] of all ranks beside each other, [..., ranks * n], which they go on with alike."""
+    """The concatenation [..., ranks * n] of all ranks' x [..., n]; replicated from here on."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -92,17 +92,17 @@ class Softmax(torch.autograd.Function):
 
 
 def copied(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
-    """Tensors that every rank has, for it to use for its own part: gradients are summed over ranks."""
+    """Replicated tensors, for use in each rank's own part: gradients are summed over the ranks."""
     return Copied.apply(group, *tensors)
 
 
 def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of all ranks' x; all must go on with it alike, or take it through `copied`."""
+    """The sum of all ranks' x. Ranks that then use it differently must take it through `copied`."""
     return Summed.apply(x, group)
 
 
 def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The x [..., n] of all ranks beside each other; all must go on with it alike, or take it through `copied`."""
+    """The concatenation of all ranks' x [..., n]. Ranks that then use it differently must take it through `copied`."""
     return Gathered.apply(x, group)
 
 

@@ -8,8 +8,9 @@ from typing import Unpack
 import torch.nn.functional as F
 from torch import nn
 
-from headmax.layers.mixers.base import Projected, Recurrence, RecurrentMixer
+from headmax.layers.mixers.base import RecurrentMixer
 from headmax.layers.mixers.config import RecurrentConfig, Shared
+from headmax.layers.mixers.terms import Projected, Recurrence
 
 from .op import SPEC, value_decay
 

@@ -1,7 +1,7 @@
 """The token mixers. A new backbone is one file here and one line in the table."""
 
 from headmax.layers.mixers.attention import Attention, AttentionConfig
-from headmax.layers.mixers.base import MixerOutput, RecurrentMixer
+from headmax.layers.mixers.base import RecurrentMixer
 from headmax.layers.mixers.config import MixerConfig
 from headmax.layers.mixers.gated_deltanet import GatedDeltaNet, GatedDeltaNetConfig
 from headmax.layers.mixers.gla import GatedLinearAttention, GLAConfig
@@ -9,6 +9,7 @@ from headmax.layers.mixers.kda import KDAConfig, KimiDeltaAttention
 from headmax.layers.mixers.linear import LinearAttention, LinearAttentionConfig
 from headmax.layers.mixers.mamba2 import Mamba2, Mamba2Config
 from headmax.layers.mixers.retnet import RetNet, RetNetConfig
+from headmax.layers.mixers.terms import MixerOutput
 
 KINDS: tuple[type[MixerConfig], ...] = (
     AttentionConfig,

@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from headmax.fields import Positive
 from headmax.layers.fusion import intact
 from headmax.layers.head_parallel import divide, shard_part
-from headmax.layers.mixers.base import MixerOutput, head_width
+from headmax.layers.mixers.base import head_width
 from headmax.layers.mixers.config import MixerConfig, Width
+from headmax.layers.mixers.terms import MixerOutput
 from headmax.layers.norm import RMSNorm
 from headmax.layers.packed_attention import packed_attention
 from headmax.layers.rotary import Rotary, RotarySettings, rotate
@@ -33,13 +34,13 @@ class AttentionState(NamedTuple):
 
 
 class AttentionSlots(NamedTuple):
-    """Memory for keys and values of a given number of tokens, that a step writes to in place."""
+    """Preallocated keys and values, which a decoding step writes in place."""
 
     keys: Tensor
     """[slots, heads, length, dim]"""
     values: Tensor
     position: Tensor
-    """[slots] how many tokens each has: where the next one goes."""
+    """[slots] number of tokens in each, which is where the next one goes."""
 
     def rows(self, rows: slice) -> AttentionSlots:
         """Some of the slots: views."""
@@ -51,12 +52,12 @@ class AttentionSlots(NamedTuple):
         self.values[:, :, :length].copy_(state.values)
 
     def write(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """All keys and values with one more token's, k and v [slots, heads, 1, dim]."""
+        """All keys and values after writing those of one more token, k and v [slots, heads, 1, dim]."""
         at = self.position.clamp_max(self.keys.shape[2] - 1).view(-1, 1, 1, 1).expand_as(k)  # a sequence that has ended may run on
         return self.keys.scatter_(2, at, k), self.values.scatter_(2, at, v)
 
     def mask(self, window: int | None = None) -> Tensor:
-        """[slots, 1, 1, length] which keys the next token may see: itself and those before it, at most `window` of them."""
+        """[slots, 1, 1, length] keys that the next token may see: its own and those before it, at most `window` of them."""
         age = self.position[:, None] - torch.arange(self.keys.shape[2], device=self.keys.device)
         return ((age >= 0) if window is None else (age >= 0) & (age < window))[:, None, None]
 
@@ -83,8 +84,7 @@ def attention_mask(time: int, past: int, mask: Tensor | None, device: torch.devi
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """What queries q [B,H,T,D] read from keys and values [B,G,S,D]; without a mask as many as there are keys see those before them, and
-    one alone sees all."""
+    """Attention of queries q [B,H,T,D] to keys and values [B,G,S,D]. Without a mask it is causal if T = S, and a single query sees all."""
     groups, time = k.shape[1], q.shape[2]
     if time == 1:  # the queries of a key head take the place of time
         return F.scaled_dot_product_attention(q.view(len(q), groups, -1, q.shape[-1]), k, v, attn_mask=mask).view_as(q)
@@ -104,17 +104,17 @@ class AttentionConfig(MixerConfig):
     num_heads: Width | None = None
     """Heads of queries: those of the model unless given."""
     num_kv_heads: Width | None = None
-    """Heads of keys and values, each for as many queries: one for every query's unless given."""
+    """Heads of keys and values (grouped-query attention); as many as query heads unless given."""
     head_k_dim: Width | None = None
     """Width of a head."""
     window: Width | None = None
-    """How many tokens a query sees, itself among them; all before it unless given."""
+    """Sliding window: how many tokens a query sees, including itself; all before it unless given."""
     qk_norm: bool = False
     """Normalise the queries and keys of each head."""
     output_gate: bool = False
-    """Multiply what is read by a sigmoid of the hidden state, as Qwen3.5 does."""
+    """Multiply the output by a sigmoid gate of the hidden state, as Qwen3.5 does."""
     rotary_dim: Width | None = None
-    """How many channels of a head turn with the position: all unless given."""
+    """Channels of a head with rotary positions; all unless given."""
     rotary_base: Positive = 10_000.0
     """Base of the rotary positions."""
 
@@ -135,7 +135,7 @@ class Attention(nn.Module):
     """softmax(q k^T / sqrt(d)) v per head, with rotary positions."""
 
     context_group: ProcessGroup | None = None
-    """Ranks that hold a piece of every sequence each, in their order and of one length; keys and values go to all of them."""
+    """Context parallelism: ranks with consecutive pieces of equal length of every sequence; keys and values are gathered."""
 
     def __init__(
         self,
@@ -202,7 +202,7 @@ class Attention(nn.Module):
         mask: Tensor | None,
         packing: Packing | None = None,
     ) -> tuple[Tensor, AttentionState | AttentionSlots]:
-        """What projections q, gate [B,T,H*D], k, v [B,T,G*D] read, [B,T,H*D], after the keys and values of `state`; and all of these."""
+        """Attention of projections q, gate [B,T,H*D], k, v [B,T,G*D], continued from `state`: the output [B,T,H*D] and the new state."""
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -228,13 +228,13 @@ class Attention(nn.Module):
         return o.flatten(2) if gate is None else o.flatten(2) * gate.sigmoid(), state
 
     def set_tensor_mesh(self, mesh: DeviceMesh) -> None:
-        """Its heads are from now on shared by the ranks of the mesh, as many for each, in their order."""
+        """Splits the heads over the ranks of the mesh."""
         for name, projection in (("heads", self.q_proj), ("key heads", self.k_proj)):
             divide(f"the {name} of Attention", projection.out_features // self.head_dim, mesh.size())
         shard_part(self, mesh, "o_proj", ("q_norm", "k_norm"))
 
     def flops(self, length: int) -> float:
-        """Of scores and read-out, per token of a sequence of that length, forward."""
+        """FLOPs of scores and output per token of a sequence of that length, forward."""
         seen = length / 2 if self.window is None or self.window > length else self.window * (1 - self.window / (2 * length))
         return 4.0 * seen * self.o_proj.in_features
 
@@ -245,7 +245,7 @@ class Attention(nn.Module):
         return AttentionSlots(keys, torch.zeros_like(keys), position)
 
     def step_obstacle(self) -> str | None:
-        """As the recurrent mixers have it."""
+        """As in the recurrent mixers."""
         own = [module for module in (self.q_proj, self.k_proj, self.v_proj, self.g_proj, self.o_proj) if module is not None]
         return None if intact(*own) else "a part of an Attention block has been replaced"
 

@@ -1,9 +1,9 @@
-"""What the recurrent mixers share: projections, short convolution, gates, output norm and swish gate, and the state."""
+"""The base of all recurrent mixers: projections, short convolution, head gates, recurrence, output norm and swish gate."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,8 @@ from headmax.layers.head_gate import HeadGate, HeadGateConfig
 from headmax.layers.head_parallel import divide, shard_part
 from headmax.layers.initialized import Initialized
 from headmax.layers.mixers.config import RecurrentConfig
+from headmax.layers.mixers.state import RecurrentSlots, RecurrentState
+from headmax.layers.mixers.terms import Convolved, MixerOutput, Projected, Recurrence, StepTerms, Weights
 from headmax.layers.norm import OutputNorm, RMSNorm, apply_gates, read_out
 from headmax.layers.padding import Padding
 from headmax.layers.projection import product_matrices
@@ -23,155 +25,10 @@ from headmax.layers.rotary import Rotary, RotarySettings
 from headmax.layers.short_conv import ShortConvolution, inputs_before
 from headmax.ops.packing import Packing
 from headmax.ops.spec import Case
-from headmax.ops.step import Op, step
+from headmax.ops.step import step
 
 WIDEST_KEY = 256
-"""Channels of a head's key that a program of the decoding kernel holds."""
-
-
-class RecurrentState(NamedTuple):
-    """All a recurrent layer remembers, of constant size."""
-
-    recurrent: Tensor
-    """[sequences, heads, key, value]"""
-    conv: tuple[Tensor, ...]
-    """The last inputs of the short convolutions on q, k and v, [sequences, width - 1, channels]; empty without them."""
-    tokens: Tensor | None = None
-    """[sequences] how many tokens it holds, where a mixer that was given no positions counts them."""
-
-
-class RecurrentSlots(NamedTuple):
-    """The same as memory that a step moves on in place, a slot for each sequence."""
-
-    recurrent: Tensor
-    """[slots, heads, key, value]"""
-    inputs: Tensor | None
-    """[slots, width - 1, channels of q, k and v]; None without convolutions."""
-    channels: tuple[int, ...]
-    """How many of them each has."""
-
-    @property
-    def conv(self) -> tuple[Tensor, ...]:
-        """As RecurrentState has it: views."""
-        return () if self.inputs is None else self.inputs.split(self.channels, dim=-1)
-
-    @classmethod
-    def of(cls, state: RecurrentState) -> RecurrentSlots:
-        """Copies of what a state holds."""
-        inputs = torch.cat(state.conv, dim=-1) if state.conv else None
-        return cls(state.recurrent.clone(memory_format=torch.contiguous_format), inputs, tuple(x.shape[-1] for x in state.conv))
-
-    def rows(self, rows: slice) -> RecurrentSlots:
-        """Some of the slots: views."""
-        return RecurrentSlots(self.recurrent[rows], None if self.inputs is None else self.inputs[rows], self.channels)
-
-    def state(self) -> RecurrentState:
-        """The same memory, to be left as it is."""
-        return RecurrentState(self.recurrent, self.conv)
-
-    def moved_on(self, conv: tuple[Tensor, ...]) -> RecurrentSlots:
-        """The same slots with the convolutions' new inputs."""
-        for own, new in zip(self.conv, conv, strict=True):
-            own.copy_(new)
-        return self
-
-    def store(self, state: RecurrentState | RecurrentSlots) -> None:
-        torch._foreach_copy_([self.recurrent, *self.conv], [state.recurrent, *state.conv])
-
-
-class StepTerms(NamedTuple):
-    """What a fused decoding step must know of a mixer, besides what all mixers share."""
-
-    decay: Literal["none", "retnet", "channel", "delta", "channel delta", "step"]
-    """Of the state: none, RetNet's per head, GLA's per channel, the delta rule with one per head or per channel, or Mamba-2's, whose step
-    is also a write gate."""
-    feature: str
-    """What becomes of q and k: the name of a feature map, or "unit_length"."""
-    projections: tuple[nn.Linear, ...] = ()
-    """The further projections of the hidden state from which decay and the delta rule's beta are computed."""
-    decay_weight: Tensor | None = None
-    decay_bias: Tensor | None = None
-    normalizer: float = 1.0
-    decay_up: nn.Linear | None = None
-    """Raises the first projection to every key channel: GLA's in the step's kernel, KDA's as a product of its own."""
-    gate: tuple[nn.Linear, nn.Linear] | None = None
-    """Two narrow matrices whose product's sigmoid is a gate after the norm."""
-    skip: Tensor | None = None
-    """[heads] how much of its value a head reads directly."""
-    swish_first: bool = False
-    """Whether the swish gate comes before the norm."""
-    scale: float | None = None
-    """Of queries: 1 / sqrt(key) unless given."""
-
-
-class MixerOutput(NamedTuple):
-    hidden: Tensor
-    """[batch, time, hidden]"""
-    state: tuple | None
-    """What to hand to the next call, if `return_state`."""
-    gates: tuple[Tensor | None, Tensor | None] | None
-    """(read, write), each [batch, time, heads]; None for attention, and from a block where they were not requested."""
-
-    def restored(self, padding: Padding) -> MixerOutput:
-        """Of a batch whose padding was removed: with it again."""
-        gates = self.gates and tuple(gate if gate is None else padding.restore(gate) for gate in self.gates)
-        return MixerOutput(padding.restore(self.hidden), self.state, gates)  # type: ignore[arg-type]
-
-
-class Recurrence(NamedTuple):
-    """What a mixer runs: an op, its inputs by position, and its own options, before which gates, backend, state and packing are added."""
-
-    op: Op
-    inputs: tuple[Tensor, ...]
-    options: dict[str, Any] = {}
-
-
-class Projected(NamedTuple):
-    """What a mixer makes of the hidden state before its recurrence."""
-
-    q: Tensor
-    """[B,T,H,K]"""
-    k: Tensor
-    """[B,T,H,K]"""
-    v: Tensor
-    """[B,T,HV,V]"""
-    side: tuple[Tensor, ...]
-    """What decays and strengths are made from, as the mixer's `side` names them."""
-    swish: Tensor | None
-    """The gate of the output before its activation, [B,T,HV*V], if there is one."""
-    read: Tensor | None
-    """The head gates [B,T,HV]: what a token reads from each head,"""
-    write: Tensor | None
-    """and what it writes to each."""
-    conv: tuple[Tensor, ...]
-    """The convolutions' new states."""
-    tokens: Tensor | None = None
-    """As in RecurrentState."""
-    unit_length: bool = False
-    """As in Convolved."""
-
-
-class Weights(NamedTuple):
-    """A mixer's matrices in the dtype of their products, for fused ones."""
-
-    joint: Tensor
-    """Those that share a product, under each other, zeros below them,"""
-    sizes: list[int]
-    """and the rows of each: the last are the gates' scores, if they are products of x."""
-    single: dict[str, Tensor]
-    """The others, by the names of their modules."""
-
-
-class Convolved(NamedTuple):
-    """What the short convolutions give."""
-
-    qkv: list[Tensor]
-    conv: tuple[Tensor, ...]
-    """Their new states, if requested."""
-    scores: Tensor | None
-    """The head gates' scores [B,T,gates * HV], where a fused convolution makes them."""
-    unit_length: bool = False
-    """Whether each head of q and k has unit length."""
+"""Most channels of a head's key that the fused decoding step takes."""
 
 
 def head_width(name: str, width: int | None, total: int, num_heads: int) -> int:
@@ -192,17 +49,17 @@ class RecurrentMixer(Initialized):
     """
 
     rotary: RotarySettings | None = None
-    """How a subclass rotates q and k by their positions."""
+    """Rotary positions of q and k, in subclasses that have them."""
     side: tuple[str, ...] = ()
-    """Names of further projections that a subclass's recurrence takes."""
+    """Names of further projections of x, for a subclass's decays and strengths."""
     single: tuple[str, ...] = ("k_proj", "v_proj", "g_proj", "o_proj")
-    """Names of the projections that have a product of their own where fused ones share theirs."""
+    """Names of the projections that keep a product of their own when products are fused."""
     shared: tuple[str, ...] = ()
-    """Names of the projections that are not of single heads."""
+    """Names of the projections whose outputs do not belong to single heads: tensor parallelism does not split them."""
     context_group: ProcessGroup | None = None
-    """Ranks that hold a piece of every sequence each, in their order."""
+    """Context parallelism: ranks that hold consecutive pieces of every sequence."""
     first_head: int = 0
-    """Of the model's, where ranks have a share of them each; `num_heads` and `num_v_heads` are then this rank's."""
+    """Tensor parallelism: this rank's first head. `num_heads` and `num_v_heads` are then this rank's."""
 
     def __init__(
         self,
@@ -235,7 +92,7 @@ class RecurrentMixer(Initialized):
             self.add_head_gate(head_gate)
 
     def add_head_gate(self, config: HeadGateConfig) -> None:
-        """Gates for a mixer that has none, on its device and in its dtype."""
+        """Adds gates to a mixer that has none, on its device and in its dtype."""
         if not isinstance(config, HeadGateConfig):
             raise ValueError(f"head_gate must be a HeadGateConfig or None, got {config!r}")
         if self.head_gate is not None:
@@ -246,7 +103,7 @@ class RecurrentMixer(Initialized):
         self.read_after_norm = config.read_position == "after_norm"
 
     def set_tensor_mesh(self, mesh: DeviceMesh) -> None:
-        """Its heads are from now on shared by the ranks of the mesh, as many for each, in their order."""
+        """Splits the heads over the ranks of the mesh."""
         group, ranks, norm = mesh.get_group(), mesh.size(), self.output_norm
         if self.num_heads < self.num_v_heads:
             divide(f"the key heads of {type(self).__name__}", self.num_heads, ranks)
@@ -259,7 +116,7 @@ class RecurrentMixer(Initialized):
         shard_part(self, mesh, "o_proj", (*self.shared, *(["output_norm"] if norm.kind == "head" else [])))
 
     def fusible(self) -> bool:
-        """Whether its parts are as they were built, so that fused ops may take their weights."""
+        """Whether fused ops may take the weights of its parts: all are as they were built."""
         norm = self.output_norm
         return (
             intact(*(getattr(self, name) for name in ("q_proj", *self.side, *self.single) if getattr(self, name) is not None))
@@ -279,60 +136,63 @@ class RecurrentMixer(Initialized):
         mask: Tensor | Padding | None = None,
         fused: bool = False,
     ) -> MixerOutput:
-        """x [B,T,E] → MixerOutput. Where `mask` [B,T] is 0 there is no token, and nothing happens to the state.
+        """x [B,T,E] → MixerOutput. Slots are updated in place, for few tokens; a state stays as it is, and a new one is returned.
 
-        Slots move on in place; a state stays as it is, and another one is returned.
+        Where `mask` [B,T] is 0 there is no token, and the state does not change.
         """
         if self.context_group is not None and (state is not None or mask is not None):
             raise ValueError("context_group: pieces of sequences take no state and no mask; pack sequences and leave padding out")
         padding = Padding.of(mask) if isinstance(mask, Tensor) else mask
-        if padding is not None and padding.empty:
-            return MixerOutput(torch.zeros_like(x), state, None)
         if padding is not None:
-            x, packing = padding.remove(x), padding.packing
+            return self._without_padding(x, padding, state=state, return_state=return_state, positions=positions, fused=fused)
         keep = return_state or isinstance(state, RecurrentSlots)
         weights = self.weights(x) if fused else None
         p = self.project(x, state=state, return_state=keep, positions=positions, packing=packing, weights=weights)
         op, inputs, options = self.recurrence(p)
-        query_gate, norm_gate = (None, p.read) if self.read_after_norm else (p.read, None)
-        options = {"read_gate": query_gate, "write_gate": p.write, "backend": self.backend, **options}
+        options = {"read_gate": self.query_gate(p), "write_gate": p.write, "backend": self.backend, **options}
         new_state: RecurrentState | RecurrentSlots | None
         if isinstance(state, RecurrentSlots):
-            o, new_state = step(op, *inputs, state=state.recurrent, **options), state.moved_on(p.conv)
+            o, new_state = step(op, *inputs, state=state.recurrent, **options), state.update_conv(p.conv)
         else:
-            initial = None if state is None else state.recurrent
             if self.context_group is not None:
                 options["context_group"] = self.context_group
+            initial = None if state is None else state.recurrent
             o, recurrent = op(*inputs, initial_state=initial, return_state=keep, cu_seqlens=packing, **options)
             new_state = None if recurrent is None else RecurrentState(recurrent, p.conv, p.tokens)
-        output = MixerOutput(self.read_out(o, p, norm_gate, weights), new_state, (p.read, p.write))
-        return output if padding is None else output.restored(padding)
+        return MixerOutput(self.read_out(o, p, weights), new_state, (p.read, p.write))
+
+    def _without_padding(self, x: Tensor, padding: Padding, state: RecurrentState | RecurrentSlots | None, **options: Any) -> MixerOutput:
+        """`forward` on the tokens of a padded batch alone, packed."""
+        if padding.empty:
+            return MixerOutput(torch.zeros_like(x), state, None)
+        return self.forward(padding.remove(x), state=state, packing=padding.packing, **options).pad(padding)
 
     def joint(self) -> list[str]:
-        """Names of the projections that fused ones compute in one product, together with the gates' scores.
+        """Names of the projections that share one product with the gates' scores, when products are fused.
 
-        Only what is small joins: what goes to kernels has to be copied out of a joint product, and gradients into it.
+        Only narrow ones: kernels want contiguous inputs, which are copied out of a joint product, and gradients back into it.
         """
         return ["q_proj", *self.side]
 
     def weights(self, x: Tensor) -> Weights:
-        """For fused products with x."""
+        """The matrices for fused products with x."""
         names, rows = self.joint(), self.score_rows()
         joint = [getattr(self, name).weight for name in names]
         if rows is not None:
             joint.append(rows)
         single = [name for name in self.single if name not in names and getattr(self, name) is not None]
-        matrix, *others = product_matrices(x, [joint, *([getattr(self, name).weight] for name in single)])
-        return Weights(matrix, [*map(len, joint), *([0] if rows is None else [])], dict(zip(single, others, strict=True)))
+        product, *others = product_matrices(x, [joint, *([getattr(self, name).weight] for name in single)])
+        columns = [matrix.shape[0] for matrix in joint] + [0] * (rows is None)
+        return Weights(product, [*columns, product.shape[0] - sum(columns)], dict(zip(single, others, strict=True)))
 
     def product(self, name: str, x: Tensor, weights: Weights | None) -> Tensor:
-        """x through a projection, or times its weight where products are fused."""
+        """A projection of x: its module is called, or its weight is used directly when products are fused."""
         return getattr(self, name)(x) if weights is None else F.linear(x, weights.single[name])
 
     def joint_product(self, x: Tensor, weights: Weights) -> tuple[list[Tensor], Tensor | None]:
-        """x times the joint matrix: what belongs to each projection, and the gates' scores, if they are among it."""
-        *parts, scores = F.linear(x, weights.joint)[..., : sum(weights.sizes)].split(weights.sizes, dim=-1)
-        return parts, scores if weights.sizes[-1] else None
+        """The output of each projection of the joint product, and the gates' scores if they are part of it."""
+        *parts, scores, _ = F.linear(x, weights.joint).split_with_sizes(weights.columns, dim=-1)
+        return parts, scores if weights.columns[-2] else None
 
     def project(
         self,
@@ -344,7 +204,7 @@ class RecurrentMixer(Initialized):
         packing: Packing | None,
         weights: Weights | None,
     ) -> Projected:
-        """q, k and v after the short convolution if there is one, the head gates made from them, and all else that is a product of x."""
+        """q, k, v after the short convolution, if there is one; the head gates; and the further projections of x."""
         if weights is None:
             parts, scores = [getattr(self, name)(x) for name in ("q_proj", *self.side)], None
         else:
@@ -359,18 +219,26 @@ class RecurrentMixer(Initialized):
         return Projected(q, k, v, tuple(parts[1:]), swish, read, write, convolved.conv, unit_length=convolved.unit_length)
 
     def output_gate(self, x: Tensor, weights: Weights | None) -> Tensor | None:
-        """The gate of the output before its activation, [B,T,HV*V], if there is one."""
+        """The output gate before its activation, [B,T,HV*V], if there is one."""
         return None if self.g_proj is None else self.product("g_proj", x, weights)
 
     def score_rows(self) -> Tensor | None:
-        """The gates' scores as a matrix on the hidden state [gates * HV, E], where they are linear in it."""
+        """The matrix [gates * HV, E] that maps x to the gates' scores, where these are linear in x."""
         if self.head_gate is None or (self.convs is not None and self.head_gate.source == "head"):
             return None
         return self.head_gate.rows(self.q_proj.weight, self.k_proj.weight)
 
     def gates(self, q: Tensor, k: Tensor, x: Tensor, scores: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """(read, write) [B,T,HV], from their scores where these are known."""
+        """(read, write) [B,T,HV], from their scores where these are known already."""
         return (None, None) if self.head_gate is None else self.head_gate(q, k, x, scores, self.backend)
+
+    def query_gate(self, p: Projected) -> Tensor | None:
+        """The read gate if it multiplies the query."""
+        return None if self.read_after_norm else p.read
+
+    def norm_gate(self, p: Projected) -> Tensor | None:
+        """The read gate if it multiplies the normalised output."""
+        return p.read if self.read_after_norm else None
 
     def convolve(
         self,
@@ -380,7 +248,7 @@ class RecurrentMixer(Initialized):
         return_state: bool,
         fused: bool,
     ) -> Convolved:
-        """q, k and v [B,T,...] after the short convolutions, if there are such."""
+        """q, k and v [B,T,...] after the short convolutions, if there are any."""
         if self.convs is None:
             return Convolved(list(qkv), (), None)
         before = self.inputs_before(qkv, state, packing)
@@ -391,25 +259,26 @@ class RecurrentMixer(Initialized):
     def inputs_before(
         self, qkv: Sequence[Tensor], state: RecurrentState | RecurrentSlots | None, packing: Packing | None
     ) -> Sequence[Tensor | None]:
-        """The convolutions' inputs before q, k and v: those of the state, or of the rank before this one."""
+        """The convolutions' inputs before these tokens: from the state, or from the previous rank."""
         if self.context_group is None:
             return (None, None, None) if state is None else state.conv
         joint = torch.cat(list(qkv), dim=-1)
         return inputs_before(joint, self.conv_size, packing, self.context_group).split([y.shape[-1] for y in qkv], dim=-1)
 
     def recurrence(self, p: Projected) -> Recurrence:
-        """The op, and its own inputs from p's q [B,T,H,K], k [B,T,H,K], v [B,T,HV,V] and side projections."""
+        """The op and its inputs, from q [B,T,H,K], k [B,T,H,K], v [B,T,HV,V] and the side projections of p."""
         raise TypeError(f"{type(self).__name__} does not define a recurrence")
 
-    def read_out(self, o: Tensor, p: Projected, read: Tensor | None, weights: Weights | None) -> Tensor:
-        """What the heads read, o [B,T,HV,V], normalised, times the swish gate and a read gate that comes after the norm, projected."""
+    def read_out(self, o: Tensor, p: Projected, weights: Weights | None) -> Tensor:
+        """The heads' outputs o [B,T,HV,V]: norm, read gate if it comes after the norm, swish gate, output projection."""
+        read = self.norm_gate(p)
         if weights is not None and self.output_norm.kind == "head":
             norm = self.output_norm.norm
             return read_out(o, p.swish, read, norm.weight, weights.single["o_proj"], norm.eps, self.backend)
         return self.product("o_proj", apply_gates(self.output_norm(o), p.swish, read), weights)
 
     def flops(self, length: int) -> float:
-        """Of the recurrence, per token of a sequence of that length, forward."""
+        """FLOPs of the recurrence per token of a sequence of that length, forward."""
         case = Case(1, length, self.num_heads, self.head_k_dim, self.head_v_dim, value_heads=self.num_v_heads)
         return self.config.spec.flops(case) / length
 
@@ -423,11 +292,11 @@ class RecurrentMixer(Initialized):
         return RecurrentSlots(recurrent, weight.new_zeros(number, self.conv_size - 1, 2 * key + value), (key, key, value))
 
     def step_terms(self) -> StepTerms | None:
-        """For the kernel that decodes one token; None where it does not know the recurrence."""
+        """For the fused decoding step; None if it does not support this recurrence."""
         return None
 
     def step_obstacle(self) -> str | None:
-        """Why one token cannot run in the kernels of triton_block.py, or None."""
+        """Why the fused decoding step cannot run this mixer, or None."""
         terms = self.step_terms()
         if terms is None:
             return f"no kernel knows one token of {type(self).__name__}"

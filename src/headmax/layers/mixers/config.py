@@ -1,4 +1,4 @@
-"""What a mixer is: its settings, and what others must know of it."""
+"""Configuration of a mixer: its settings, and its properties that other modules need."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ConvSize = Literal[0] | Annotated[int, Range(2, 1024, "a width of at least 2")]
 
 
 class Shared(TypedDict, total=False):
-    """Settings of a model that reach its mixers."""
+    """Settings of the model that are passed to its mixers."""
 
     norm_eps: float
     head_gate: HeadGateConfig | None
@@ -30,7 +30,7 @@ class Shared(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class MixerConfig:
-    """Settings of one kind of mixer, and how to make it. `MIXERS` knows all kinds by name."""
+    """Settings of one kind of mixer, and how to build it. `MIXERS` lists all kinds by name."""
 
     name: ClassVar[str]
     """In configurations: "gated_deltanet"."""
@@ -39,19 +39,19 @@ class MixerConfig:
     recipe: ClassVar[str]
     """In names of recipes: "gdn"."""
     language: ClassVar[bool] = True
-    """Whether there are language-model recipes of it, beside those of recall."""
+    """Whether it has recipes of language models, not only of the recall task."""
     hidden_per_head: ClassVar[int | None] = None
-    """Channels of the hidden size to a head in its language-model recipes, of at least 4 heads; 4 unless given, as in the paper."""
+    """Hidden channels per head in its language-model recipes, with at least 4 heads; 4 heads unless given, as in the paper."""
     recipe_gate: ClassVar[HeadGateConfig] = HeadGateConfig.paper()
     """The gates of its recipes `softmax-*`: the paper's."""
     gated: ClassVar[bool] = True
     """Whether it takes head gates."""
     mlp_ratio: ClassVar[float] = 4.0
-    """Width of the SwiGLU layer beside it as a multiple of the hidden size, before the usual factor 2/3."""
+    """Width of the block's SwiGLU layer as a multiple of the hidden size, before the usual factor 2/3."""
     lora_targets: ClassVar[tuple[str, ...]]
     """Names of its matrices."""
     fla: ClassVar[tuple[str, str, str] | None] = None
-    """What flash-linear-attention calls it: model_type, the start of the model class's name, and the layer's class."""
+    """Its names in flash-linear-attention: model_type, prefix of the model classes, and the layer's class."""
 
     def __post_init__(self) -> None:
         check_settings(type(self).__name__, vars(self), self.types())
@@ -65,7 +65,7 @@ class MixerConfig:
 
     @classmethod
     def of_model(cls, settings: Mapping[str, Any], alone: bool) -> Self:
-        """From those settings of a model that it has; `alone` if all layers are of this kind."""
+        """From a model's settings, as far as they concern it; `alone` if all layers are of this kind."""
         return cls(**{name: settings[name] for name in cls.types() if name in settings})
 
     @property
@@ -85,15 +85,15 @@ class MixerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RecurrentConfig(MixerConfig):
-    """What all recurrent mixers have."""
+    """What all recurrent mixers share."""
 
     spec: ClassVar[Spec]
     """Of the op: the function, its shapes and FLOPs."""
     lora_targets: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj", "g_proj", "o_proj")
     expand_k: ClassVar[float] = 1.0
-    """Width of all keys over the hidden size, where `head_k_dim` is not given,"""
+    """Total key width over the hidden size, where `head_k_dim` is not given."""
     expand_v: ClassVar[float] = 1.0
-    """and of all values."""
+    """Total value width over the hidden size, where `head_v_dim` is not given."""
     output_gate: ClassVar[bool] = True
     """Whether the output has a swish gate."""
     conv_bias: ClassVar[bool] = False
@@ -109,16 +109,16 @@ class RecurrentConfig(MixerConfig):
     """Norm of the read-out: per head, as in the original backbones; joint over all heads; or none."""
 
     def key_heads(self, num_heads: int) -> int:
-        """Heads of queries and keys in a model of so many heads,"""
+        """Heads of queries and keys in a model with `num_heads`."""
         return num_heads
 
     def value_heads(self, num_heads: int) -> int:
-        """and those of values."""
+        """Heads of values in a model with `num_heads`."""
         return num_heads
 
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureMapConfig(RecurrentConfig):
-    """Of mixers with a feature map on q and k."""
+    """Mixers with a feature map on q and k."""
 
     feature_map: FeatureMap = "identity"

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from headmax.layers.log_decay import softplus_decay
-from headmax.layers.mixers.base import Convolved, Projected, Recurrence, RecurrentMixer, RecurrentSlots, RecurrentState, StepTerms
+from headmax.layers.mixers.base import RecurrentMixer
 from headmax.layers.mixers.config import ConvSize, RecurrentConfig, Shared, Width
+from headmax.layers.mixers.state import RecurrentSlots, RecurrentState
+from headmax.layers.mixers.terms import Convolved, Projected, Recurrence, StepTerms
 from headmax.layers.short_conv import last_inputs, unit_convolution
 from headmax.ops import gated_delta_rule
 from headmax.ops.checks import compute_dtype

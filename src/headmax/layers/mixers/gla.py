@@ -10,8 +10,9 @@ from torch import nn
 from headmax.fields import Positive
 from headmax.layers.feature_map import FEATURE_MAPS
 from headmax.layers.log_decay import log_sigmoid
-from headmax.layers.mixers.base import Projected, Recurrence, RecurrentMixer, StepTerms
+from headmax.layers.mixers.base import RecurrentMixer
 from headmax.layers.mixers.config import FeatureMapConfig, RecurrentConfig, Shared, Width
+from headmax.layers.mixers.terms import Projected, Recurrence, StepTerms
 from headmax.ops import gla
 from headmax.ops.gla.spec import SPEC
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from headmax.layers.log_decay import softplus_decay
-from headmax.layers.mixers.base import Projected, Recurrence, RecurrentMixer, StepTerms, Weights
+from headmax.layers.mixers.base import RecurrentMixer
 from headmax.layers.mixers.config import ConvSize, RecurrentConfig, Shared, Width
 from headmax.layers.mixers.gated_deltanet import initial_step
+from headmax.layers.mixers.terms import Projected, Recurrence, StepTerms, Weights
 from headmax.layers.norm import apply_gates
 from headmax.ops import kda
 from headmax.ops.checks import compute_dtype
@@ -78,10 +79,10 @@ class KimiDeltaAttention(RecurrentMixer):
         beta = b.to(compute_dtype(b.dtype)).sigmoid()
         return Recurrence(kda, (p.q, p.k, p.v, log_decay, beta), {"normalize_qk": True})
 
-    def read_out(self, o: Tensor, p: Projected, read: Tensor | None, weights: Weights | None) -> Tensor:
-        """As for every mixer, but for the sigmoid."""
+    def read_out(self, o: Tensor, p: Projected, weights: Weights | None) -> Tensor:
+        """As for every mixer, with a sigmoid in place of the swish."""
         assert p.swish is not None
-        return self.product("o_proj", apply_gates(self.output_norm(o), None, read) * p.swish.sigmoid(), weights)
+        return self.product("o_proj", apply_gates(self.output_norm(o), None, self.norm_gate(p)) * p.swish.sigmoid(), weights)
 
     def step_terms(self) -> StepTerms:
         gate = self.gate_down_proj, self.gate_up_proj

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Unpack
 
 from headmax.layers.feature_map import FEATURE_MAPS
-from headmax.layers.mixers.base import Projected, Recurrence, RecurrentMixer, StepTerms
+from headmax.layers.mixers.base import RecurrentMixer
 from headmax.layers.mixers.config import FeatureMapConfig, Shared
+from headmax.layers.mixers.terms import Projected, Recurrence, StepTerms
 from headmax.ops import linear_attention
 from headmax.ops.linear_attention.spec import SPEC
 

@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headmax.layers.head_gate import HeadGateConfig
-from headmax.layers.mixers.base import Projected, Recurrence, RecurrentMixer, StepTerms, Weights
+from headmax.layers.mixers.base import RecurrentMixer
 from headmax.layers.mixers.config import ConvSize, RecurrentConfig, Shared, Width
 from headmax.layers.mixers.gated_deltanet import initial_step
+from headmax.layers.mixers.terms import Projected, Recurrence, StepTerms, Weights
 from headmax.layers.mlp import swish_gate
 from headmax.layers.norm import OutputNormKind, apply_gates
 from headmax.ops import linear_attention
@@ -81,12 +82,12 @@ class Mamba2(RecurrentMixer):
         write = step if p.write is None else step * p.write
         return Recurrence(linear_attention, (p.q, p.k, p.v, -self.A_log.to(dtype).exp() * step), {"scale": 1.0, "write_gate": write})
 
-    def read_out(self, o: Tensor, p: Projected, read: Tensor | None, weights: Weights | None) -> Tensor:
-        """D x is added to what the heads read; then swish gate, norm and projection."""
+    def read_out(self, o: Tensor, p: Projected, weights: Weights | None) -> Tensor:
+        """o + D v; then swish gate, norm, output projection."""
         assert p.swish is not None
         o = torch.addcmul(o, p.v, self.D.to(o.dtype)[:, None])
         o = swish_gate(o.flatten(2), p.swish).view_as(o)
-        return self.product("o_proj", apply_gates(self.output_norm(o), None, read), weights)
+        return self.product("o_proj", apply_gates(self.output_norm(o), None, self.norm_gate(p)), weights)
 
     def step_terms(self) -> StepTerms:
         return StepTerms("step", "identity", (self.dt_proj,), self.A_log, self.dt_bias, skip=self.D, swish_first=True, scale=1.0)

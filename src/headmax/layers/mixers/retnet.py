@@ -11,8 +11,10 @@ from torch import Tensor
 
 from headmax.fields import Positive
 from headmax.layers.feature_map import FEATURE_MAPS
-from headmax.layers.mixers.base import Projected, Recurrence, RecurrentMixer, RecurrentSlots, RecurrentState, StepTerms, Weights
+from headmax.layers.mixers.base import RecurrentMixer
 from headmax.layers.mixers.config import FeatureMapConfig, Shared
+from headmax.layers.mixers.state import RecurrentSlots, RecurrentState
+from headmax.layers.mixers.terms import Projected, Recurrence, StepTerms, Weights
 from headmax.layers.rotary import Rotary, RotarySettings, rotate, turned
 from headmax.ops import linear_attention
 from headmax.ops.checks import compute_dtype
@@ -74,7 +76,7 @@ class RetNet(RecurrentMixer):
             p = super().project(x, positions=rotary, weights=weights, **options)
             return p._replace(q=rotate(self.feature_map(p.q), rotary), k=rotate(self.feature_map(p.k), rotary), tokens=tokens)
         q, k, rest = turned(F.linear(x, weights.joint), rotary, self.num_heads, self.head_k_dim, self.backend)
-        read, write = self.gates(q, k, x, rest[..., : weights.sizes[-1]] if weights.sizes[-1] else None)
+        read, write = self.gates(q, k, x, rest[..., : weights.columns[-2]] if weights.columns[-2] else None)
         v = self.product("v_proj", x, weights).unflatten(-1, (-1, self.head_v_dim))
         return Projected(q, k, v, (), self.output_gate(x, weights), read, write, (), tokens)
 
