@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -73,7 +74,7 @@ def measure_prefix(recipe: str, count: int, piece: int, device: str) -> Iterator
 
 def prefix_drift(
     model: HeadmaxForCausalLM, tokens: Tensor, piece: int, marks: set[int]
-) -> Iterator[tuple[int, dict[Kept, tuple[float, dict[str, float]]]]]:
+) -> Iterator[tuple[int, dict[Kept, tuple[float, dict[str, Any]]]]]:
     """At each mark, of every way to keep a prefix: how far its states are from float64's, and what of the logits since the last mark."""
     exact = Engine(copy.deepcopy(model).double(), prefill_chunk=piece, state_dtype=torch.float64)
     engines = {kept: Engine(copy.deepcopy(model).to(kept.dtype), prefill_chunk=piece) for kept in KEPT}  # type: ignore[arg-type]
@@ -98,7 +99,7 @@ def prefix_drift(
             seen = {kept: [] for kept in engines}
 
 
-def summed(seen: Sequence[tuple[float, float, float]]) -> dict[str, float]:
+def summed(seen: Sequence[tuple[float, float, float]]) -> dict[str, Any]:
     apart, logits, divergence = zip(*seen, strict=True)
     return {"logits apart": max(apart), "largest logit": max(logits), "KL": sum(divergence) / len(seen)}
 
