@@ -74,7 +74,18 @@ class Memory:
 def training(out: Path, device: str, *options: object) -> subprocess.Popen[bytes]:
     """`headmax train`: small, quick steps, many checkpoints."""
     sizes = ["--task.num-pairs", 4, "--batch-tokens", 392, "--model.hidden-size", 128, "--token-budget", 10**10]
-    every = ["--checkpoint-every", 40, "--eval.every", 400, "--eval.sequences", 8, "--log.print-every", 10**6]
+    every = [
+        "--checkpoint-every",
+        40,
+        "--checkpoint.milestone-every",
+        1000,
+        "--eval.every",
+        400,
+        "--eval.sequences",
+        8,
+        "--log.print-every",
+        10**6,
+    ]
     words = ["train", "mqar-softmax-gla", "--out", out, "--device", device, *sizes, *every, *options]
     return subprocess.Popen([sys.executable, "-m", "headmax", *map(str, words)], env=ENVIRONMENT, stdout=subprocess.DEVNULL)
 
@@ -98,9 +109,8 @@ def taken(run: Path) -> list[tuple[Any, ...]]:
     return [(line["step"], line["loss"], line["grad_norm"], line.get("validation")) for line in read_lines(run / "metrics.jsonl")]
 
 
-def tensors(run: Path) -> dict[str, torch.Tensor]:
-    """All of a run's last checkpoint: parameters and the optimizer's state."""
-    folder = checkpoint.finished(run / "checkpoints")[-1]
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All of a checkpoint: parameters and the optimizer's state."""
     held = checkpoint.Reader(folder).read_metadata().state_dict_metadata
     state = {name: torch.empty(x.size, dtype=x.properties.dtype) for name, x in held.items() if hasattr(x, "size")}
     checkpoint.load(folder, state, alone=True)
@@ -137,23 +147,29 @@ class Disturbed:
             raise RuntimeError(f"the disturbed run ended by itself with {self.process.returncode}")
 
     def finish(self, other: subprocess.Popen[bytes]) -> tuple[bool, dict[str, Any]]:
-        """Ends both runs at one step, the other without ever having stopped before: whether they are the same, and what was compared."""
-        self.process.terminate()
-        ended(self.process, *STOPPED)
-        while last_step(self.whole) < last_step(self.run):
-            time.sleep(1)
-        other.terminate()
-        ended(other, 128 + signal.SIGTERM)
-        step = last_step(self.whole)
-        self.process = training(self.run, self.plan.device, "--max-steps", step)
-        ended(self.process, 0)
-        ours, theirs = tensors(self.run), tensors(self.whole)
-        same = {
-            "numbers of all steps": taken(self.run) == taken(self.whole) and len(taken(self.run)) == step,
-            "tensors": ours.keys() == theirs.keys() and all(torch.equal(x, theirs[name]) for name, x in ours.items()),
-        }
-        about = {"kills": self.plan.kills - len(self.moments), "steps": step, "tensors": len(ours), "same": same}
-        return all(same.values()), about | {"killed inside a write": self.inside, "steps taken again": self.again}
+        """Ends both: whether they are the same, and what was compared."""
+        for process in (self.process, other):
+            process.terminate()
+            ended(process, *STOPPED)
+        same, about = compare(self.run, self.whole)
+        about |= {"kills": self.plan.kills - len(self.moments), "killed inside a write": self.inside, "steps taken again": self.again}
+        return same, about
+
+
+def compare(run: Path, whole: Path) -> tuple[bool, dict[str, Any]]:
+    """Whether two runs are the same as far as both have come: the numbers of every step, and all tensors of the last checkpoint of both."""
+    ours, theirs = taken(run), taken(whole)
+    steps = min(len(ours), len(theirs))
+    same = [steps > 0 and ours[:steps] == theirs[:steps]]
+    common = {path.name for path in checkpoint.finished(run / "checkpoints")} & {
+        path.name for path in checkpoint.finished(whole / "checkpoints")
+    }
+    about: dict[str, Any] = {"steps": steps, "steps of the other": len(theirs), "checkpoint compared": max(common, default=None)}
+    if common:
+        held, others = (tensors(folder / "checkpoints" / max(common)) for folder in (run, whole))
+        same.append(held.keys() == others.keys() and all(torch.equal(x, others[name]) for name, x in held.items()))
+        about["tensors"] = len(held)
+    return all(same), about
 
 
 def evaluations(model: str, device: str, work: str) -> None:
