@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from headmax import HeadGateConfig, HeadmaxConfig, HeadmaxForCausalLM
 from headmax.data.tokenizer import train_bpe
@@ -57,7 +58,7 @@ class Memory:
 
     def read(self, now: float) -> None:
         if self.process.poll() is not None:
-            raise RuntimeError(f"{self.process.args} ended by itself with {self.process.returncode}")
+            raise RuntimeError(f"{self.process.args!r} ended by itself with {self.process.returncode}")
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         self.seconds.append(now)
         self.mebibytes.append(round(int(status.split("RssAnon:")[1].split()[0]) / 1024, 2))
@@ -96,7 +97,7 @@ STOPPED = (128 + signal.SIGTERM, -signal.SIGTERM)
 
 def ended(process: subprocess.Popen[bytes], *expected: int) -> None:
     if process.wait(600) not in expected:
-        raise RuntimeError(f"{process.args} ended with {process.returncode}")
+        raise RuntimeError(f"{process.args!r} ended with {process.returncode}")
 
 
 def last_step(run: Path) -> int:
@@ -112,7 +113,7 @@ def taken(run: Path) -> list[tuple[Any, ...]]:
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
     """All of a checkpoint: parameters and the optimizer's state."""
     held = checkpoint.Reader(folder).read_metadata().state_dict_metadata
-    state = {name: torch.empty(x.size, dtype=x.properties.dtype) for name, x in held.items() if hasattr(x, "size")}
+    state = {name: torch.empty(x.size, dtype=x.properties.dtype) for name, x in held.items() if isinstance(x, TensorStorageMetadata)}
     checkpoint.load(folder, state, alone=True)
     return state
 
@@ -209,7 +210,13 @@ def tiny_model(folder: Path) -> Path:
     """At random weights, with a tokenizer of its own."""
     torch.manual_seed(0)
     words = train_bpe([WORDS] * 3, 320)
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_heads": 4, "intermediate_size": 128, "vocab_size": words.vocab_size}
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_heads": 4,
+        "intermediate_size": 128,
+        "vocab_size": words.vocab_size,
+    }
     HeadmaxForCausalLM(HeadmaxConfig(mixer="gla", head_gate=HeadGateConfig(), **sizes)).save_pretrained(folder)
     words.save(folder)
     return folder
