@@ -51,6 +51,11 @@ LAB = Program(
             ),
             Command("bench drift", "lab.cli.bench:drift", "Measure how far logits move when states are kept in bfloat16."),
             Command(
+                "bench endure",
+                "lab.cli.bench:endure",
+                "Kill a training run again and again beside one left alone, and watch the memory of training, serving and evaluation.",
+            ),
+            Command(
                 "bench released",
                 "lab.cli.bench:released",
                 "Time a layer stack in the shape of Qwen3.5 on headmax's ops and as transformers runs it.",

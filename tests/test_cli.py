@@ -1,6 +1,7 @@
 """The command line, as a user runs it."""
 
 import inspect
+import os
 import re
 import resource
 import subprocess
@@ -126,6 +127,16 @@ def test_a_missing_extra_is_named(tmp_path: Path) -> None:
     code = "import sys; sys.modules['pyarrow'] = None; from headmax_cli import main; main(['data', 'prepare', 'a.txt', '--out', 'd'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (2, "headmax: this command needs pyarrow: pip install '.[train]' in a checkout of headmax\n")
+
+
+@pytest.mark.parametrize(
+    ("where", "status", "said"), [(">&-", 0, ""), ("<&-", 0, ""), (">/dev/full", 2, "headmax: standard output cannot")]
+)
+def test_output_that_has_no_place(where: str, status: int, said: str) -> None:
+    shell = ["sh", "-c", f'"{sys.executable}" -m headmax_cli --help {where}']
+    done = subprocess.run(shell, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+    assert (done.returncode, len(done.stderr.splitlines())) == (status, bool(said)), done.stderr
+    assert done.stderr.startswith(said)
 
 
 @pytest.mark.parametrize("debug", [False, True])

@@ -11,6 +11,7 @@ from headmax.cli.options import (
     Device,
     File,
     Numbers,
+    OptionalCount,
     OptionalSeconds,
     OutFolder,
     Recipe,
@@ -125,7 +126,8 @@ def record_set(
 
 def drift(
     recipe: Recipe = "softmax-gla-340m",
-    tokens: int = 16_384,
+    tokens: Count = 16_384,
+    piece: OptionalCount = None,
     device: Device = "auto",
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
     out: File = None,
@@ -135,20 +137,57 @@ def drift(
     Args:
         recipe: the model, at random weights.
         tokens: tokens that are fed.
+        piece: read them as a prompt in pieces of this many, through one prefix state, against float64; one by one unless given.
         device: where to run; auto takes a GPU if there is one.
-        dtype: precision of the weights.
+        dtype: precision of the weights where tokens come one by one.
         out: append the records to this file.
     """
     import torch
 
     from headmax import records
-    from lab.bench.drift import measure
+    from lab.bench.drift import measure, measure_prefix
 
     at_least(32, tokens=tokens)
     if out is not None:
         records.check(out)
-    for record in measure(recipe, tokens, find_device(device), getattr(torch, dtype)):
+    place = find_device(device)
+    found = measure(recipe, tokens, place, getattr(torch, dtype)) if piece is None else measure_prefix(recipe, tokens, piece, place)
+    for record in found:
         say(record.line(width=58))
+        if out is not None:
+            records.append(out, [record])
+
+
+def endure(
+    seconds: Seconds = 3600.0,
+    kills: int = 30,
+    parts: Words = ("train", "serve", "eval"),
+    every: Seconds = 60.0,
+    device: Device = "auto",
+    seed: int = 0,
+    out: File = None,
+) -> None:
+    """Kill a training run again and again beside one left alone, and watch the memory of training, serving and evaluation.
+
+    Args:
+        seconds: how long.
+        kills: how often the run is killed.
+        parts: what to run: train, serve, eval.
+        every: seconds between two readings of memory.
+        device: where to run; auto takes a GPU if there is one.
+        seed: of the moments of the kills and of the prompts.
+        out: append the records to this file.
+    """
+    from headmax import records
+    from lab.bench.endure import PARTS, Plan, measure
+
+    one_of("parts", parts, PARTS)
+    at_least(1, seconds=seconds, every=every)
+    at_least(0, kills=kills)
+    if out is not None:
+        records.check(out)
+    for record in measure(Plan(seconds, kills, find_device(device), parts, every, seed), say):
+        say(record.line(width=24))
         if out is not None:
             records.append(out, [record])
 

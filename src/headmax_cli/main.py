@@ -13,16 +13,29 @@ from headmax_cli.commands import HEADMAX, Command, Program
 
 def main(arguments: Sequence[str] | None = None, program: Program = HEADMAX) -> NoReturn:
     """Runs `program` and exits: 0 on success, 2 on bad input, 130 if interrupted, 1 on an internal error."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    given, status = list(sys.argv[1:] if arguments is None else arguments), 0
+    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115 - closed by `<&-`; in their order, to have their numbers
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     try:
         status = run(given, program)
         sys.stdout.flush()
     except BrokenPipeError:  # such as by `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         status = 141
+    except OSError as error:  # `> file` on a full disk
+        _discard_output()
+        if status == 0:
+            print(f"{program.short}: standard output cannot be written to: {error.strerror}", file=sys.stderr)
+        status = status or 2
     except KeyboardInterrupt:
         status = 130
     sys.exit(status)
+
+
+def _discard_output() -> None:
+    """What is still to be written, which Python would try once more when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def run(arguments: list[str], program: Program) -> int:

@@ -10,6 +10,7 @@ import torch
 
 from headmax.data.chat import Chats, encode_chat
 from headmax.data.mixture import ROUND, Mixture
+from headmax.data.template import Chat
 from headmax.train.feed import count_targets
 from tests.generate.checkpoint import make_tokenizer
 from tests.train.small import Walks
@@ -66,12 +67,20 @@ def chats(file: Path, count: int) -> Path:
 def test_the_loss_is_on_answers_and_their_ends() -> None:
     words = speaker()
     said = [("user", "hi"), ("assistant", "yes"), ("user", "no"), ("assistant", "ok")]
-    ids, labels = encode_chat(words, [{"role": role, "content": content} for role, content in said])
+    ids, labels = encode_chat(Chat(words), [{"role": role, "content": content} for role, content in said])
     assert words.decode(ids) == "QhiAyes</s>QnoAok</s>"
     assert "".join(words.decode([n]) if n >= 0 else "." for n in labels) == "....yes</s>....ok</s>"
     forgetful = "{% for m in messages %}{% if loop.last or m['role'] == 'user' %}{{ m['role'] }}{{ m['content'] }}{% endif %}{% endfor %}"
     with pytest.raises(ValueError, match="the chat template writes message 2 otherwise when others follow it"):
-        encode_chat(speaker(forgetful), [{"role": role, "content": content} for role, content in said])
+        encode_chat(Chat(speaker(forgetful)), [{"role": role, "content": content} for role, content in said])
+
+
+def test_control_tokens_of_conversations_are_the_template_s_alone() -> None:
+    words = speaker()
+    ids, labels = encode_chat(Chat(words), [{"role": "user", "content": "a</s><s>"}, {"role": "assistant", "content": "</s>b"}])
+    assert words.decode(ids) == "Qa</s><s>A</s>b</s>"
+    assert [n for n in ids if n < 2] == [1]
+    assert [n for n in labels if 0 <= n < 2] == [1]
 
 
 def test_conversations_fill_rows_and_stay_apart(tmp_path: Path) -> None:
@@ -98,6 +107,20 @@ def test_chats_refuse_what_is_none(tmp_path: Path, caplog: pytest.LogCaptureFixt
     file.write_text('{"messages": [{"role": "user"}]}\n')
     with pytest.raises(ValueError, match=r"chats\.jsonl:1: not a conversation"):
         Chats(file, speaker(), length=32, seed=0)
+    for line in ('{"messages": "abc"}', '{"messages": {}}', '{"messages": [{"role": "user", "content": null}]}', "[" * 99_999, "", "3"):
+        file.write_text(f"{line}\n")
+        with pytest.raises(ValueError, match=r"chats\.jsonl:1: not a conversation"):
+            Chats(file, speaker(), length=32, seed=0)
+    file.write_bytes(b"\xff\n")
+    with pytest.raises(ValueError, match=r"chats\.jsonl: not UTF-8"):
+        Chats(file, speaker(), length=32, seed=0)
+    chats(file, 1)
+    with pytest.raises(ValueError, match=r"chats\.jsonl:1: messages do not fit the chat template: no such role"):
+        Chats(file, speaker("{{ raise_exception('no such role') }}"), length=32, seed=0)
+    file.write_text(
+        '{"messages": [{"role": "user", "content": "a\u2028b\x85c"}, {"role": "assistant", "content": "d"}]}\n', encoding="utf-8"
+    )
+    assert len(Chats(file, speaker(), length=32, seed=0).rows) == 1  # what Unicode calls a line's end is none here
     with pytest.raises(ValueError, match="the tokenizer has no chat template"):
         Chats(file, make_tokenizer(), length=32, seed=0)
     with pytest.raises(ValueError, match="no conversation has an answer within 3 tokens"):

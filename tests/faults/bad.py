@@ -16,7 +16,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 from headmax.cli.run import load
 from headmax_cli.commands import COMMANDS
-from tests.faults.place import EVAL, PREPARE, TRAIN
+from tests.faults.place import EVAL, PREPARE, SPEAK, TRAIN
 
 Damage = Callable[[Path], object]
 
@@ -303,6 +303,8 @@ def changed(path: str, share: float, value: Any) -> Damage:
 
 
 STEP = "run/checkpoints/step-00000004"
+CHATS = (*SPEAK, "--from", "speaker", "--out", "out")
+TALK = ("chat", "speaker", "--device", "cpu", "--max-new-tokens", "2")
 READERS: list[tuple[str, str, tuple[object, ...]]] = [
     ("generate", "model/config.json", GENERATE),
     ("generate", "model/model.safetensors", GENERATE),
@@ -326,6 +328,13 @@ READERS: list[tuple[str, str, tuple[object, ...]]] = [
     ("train", "run/config.json", (*TRAIN, "--max-steps", "5", "--out", "run")),
     ("train", f"{STEP}/train.json", (*TRAIN, "--max-steps", "5", "--out", "run")),
     ("train", "run/metrics.jsonl", (*TRAIN, "--max-steps", "5", "--out", "run")),
+    ("train", "chats.jsonl", CHATS),
+    ("train", "speaker/config.json", CHATS),
+    ("train", "speaker/model.safetensors", CHATS),
+    ("train", "speaker/tokenizer.json", CHATS),
+    ("train", "speaker/tokenizer_config.json", CHATS),
+    ("train", "speaker/chat_template.jinja", CHATS),
+    ("chat", "speaker/model.safetensors", TALK),
     ("curves", "run/summary.json", CALLS["curves"]),
     ("curves", "run/metrics.jsonl", CALLS["curves"]),
     ("data check", "data/index.json", CALLS["data check"]),
@@ -346,6 +355,7 @@ LINES = (
     "records.jsonl",
     "options.yaml",
     "texts/a.jsonl",
+    "chats.jsonl",
     "run/config.json",
     "run/summary.json",
 )
@@ -372,5 +382,138 @@ def damaged(seed: int, each: int) -> Iterator[Bad]:
                 yield Bad(command, f"{path} bit {bit} at {share:.3f}", words, flipped(path, share, bit), must=command == "data check")
 
 
+SAID = {"role": "user", "content": "a"}
+ANSWER = {"role": "assistant", "content": "b"}
+NO_CHAT: list[Any] = [None, 3, "", "abc", [], {}, [[]], [3], [None], ["a"], [[SAID]], [{}], [{"role": "user"}], [{"content": "a"}], [SAID]]
+NO_CHAT += [[{**SAID, "role": role}, ANSWER] for role in (None, 3, "", "robot", "system", "</s>", "\ud800", [], {}, "u" * 10**6)]
+NO_CHAT += [[{**SAID, "content": content}, ANSWER] for content in (None, 3, [], {}, ["a"], [{"type": "text", "text": "a"}], "\ud800", True)]
+NO_CHAT += [[SAID, {**ANSWER, "content": content}] for content in (None, 3, [], "\udfff")]
+NO_CHAT += [[{**SAID, "content": "a" * 10**5}, ANSWER]]
+"""What is no conversation with an answer within 64 tokens."""
+NO_LINES = [
+    b"",
+    b"\n",
+    b"{",
+    b"[]",
+    b"null",
+    b'{"messages": ',
+    b"[" * 10**5,
+    b"\xff\xfe",
+    b"\x00" * 99,
+    b'{"text": "a"}',
+    b'{"messages": []} x',
+]
+ODD_CHAT: list[Any] = [
+    [{**SAID, "content": "</s><s>assistant: c</s>"}, ANSWER],
+    [{**SAID, "name": "x", "tools": [{"</s>": ["<s>"]}]}, ANSWER],
+    [{**SAID, "content": ""}, {**ANSWER, "content": ""}],
+    [{**SAID, "content": "\u2028\x85\x0b\ue000"}, ANSWER],
+]
+
+
+def conversations() -> Iterator[Bad]:
+    """Files of conversations that are none, with a whole one before or after; and what a template is."""
+    whole = json.dumps({"messages": [SAID, ANSWER]}).encode()
+    for chat in NO_CHAT:
+        line = json.dumps({"messages": chat}).encode()
+        lost = chat in ([SAID], NO_CHAT[-1])  # one among others is left out with a warning
+        for lines in ([line], [whole, line]):
+            content = b"\n".join([*lines, b""])
+            yield Bad(
+                "train", f"conversation {line[:60]!r}", CHATS, overwritten("chats.jsonl", content), must=not (lost and len(lines) > 1)
+            )
+    for line in NO_LINES:
+        yield Bad("train", f"a line {line[:20]!r} of conversations", CHATS, overwritten("chats.jsonl", whole + b"\n" + line + b"\n"))
+    for chat in ODD_CHAT:
+        content = json.dumps({"messages": chat}, ensure_ascii=False).encode()
+        yield Bad("train", f"an odd conversation {content[:60]!r}", CHATS, overwritten("chats.jsonl", content), must=False)
+    at = "speaker/chat_template.jinja"
+    for template in (
+        b"{% for",
+        b"{{ raise_exception('no') }}",
+        b"{{ 1 / 0 }}",
+        b"{{ messages[9].role }}",
+        b"{{ x.y.z }}",
+        b"\xff",
+        b"{{ 1 }}",
+    ):
+        yield Bad("train", f"template {template!r}", CHATS, overwritten(at, template))
+        if template != b"{{ 1 }}":
+            yield Bad("chat", f"template {template!r}", TALK, overwritten(at, template), stdin=b"a\n")
+    for about, damage in (("gone", gone(at)), ("a folder", a_folder(at)), ("torn", torn(at, 0.9)), ("empty", overwritten(at, b""))):
+        yield Bad("chat", f"template {about}", TALK, damage, stdin=b"a\n")
+    for words in ((), ("--tokenizer", "mine"), ("--tokenizer", "model")):
+        yield Bad("train", f"conversations with {words}", (*SPEAK, *words, "--out", "out"))
+    yield Bad("train", "conversations and --mix", (*CHATS, "--mix", "data=0.1"))
+
+
+MIXES = (
+    "data",
+    "data=",
+    "=0.5",
+    "=",
+    "data=x",
+    "data=0",
+    "data=-1",
+    "data=1",
+    "data=nan",
+    "data=inf",
+    "data=1e-9",
+    "data=0.5=0.5",
+    "data=1e309",
+)
+MIXES += (
+    "missing=0.1",
+    "mine=0.1",
+    "model=0.1",
+    "run=0.1",
+    "mine.html=0.1",
+    "../data=0.1",
+    "/dev/null=0.1",
+    "x" * 300 + "=0.1",
+    "part1/..=0.1",
+)
+PARTS = (
+    "",
+    "0/2",
+    "3/2",
+    "1",
+    "1/",
+    "/2",
+    "1/0",
+    "-1/2",
+    "1/2/3",
+    "x/2",
+    "1.0/2",
+    "1/" + "9" * 30,
+    "9" * 5000 + "/2",
+    "½/2",
+    "1 /2",
+    "nan/2",
+)
+MERGES = ((), ("part1",), ("part2",), ("part1", "part1"), ("part1", "data"), ("data",), ("part1", "part2", "data"), ("part1", "mine"))
+MERGES += (("part1", "part2", "part2"), ("part1", "model"), ("part1", "missing"), ("part1", "mine.html"), ("part1", "/dev/null"))
+
+
+def composed() -> Iterator[Bad]:
+    """Shares, parts, models to go on from."""
+    words = ("train", "gla-tiny", "--data", "data", "--sequence-length", "64", "--batch-tokens", "128", "--max-steps", "1", "--out", "out")
+    for mix in MIXES:
+        yield Bad("train", f"--mix {mix[:20]}", (*words, "--device", "cpu", "--mix", mix))
+    for mix in (("data=0.1", "data=0.2"), ("data=0.1", "./data=0.2"), ("part1=0.5", "part2=0.5"), ("part1=0.1", "data=0.1")):
+        yield Bad("train", f"--mix {mix}", (*words, "--device", "cpu", "--mix", *mix), must=mix != ("part1=0.1", "data=0.1"))
+    for part in PARTS:
+        yield Bad("data prepare", f"--part {part[:20]!r}", (*PREPARE, "--out", "out", f"--part={part}"))
+    for folders in MERGES:
+        for out in ("out", "data", "part1"):
+            yield Bad("data merge", f"{folders} to {out}", ("data", "merge", *folders, "--out", out))
+    for out in ("part1", "part1/x", "part2", "data", "texts"):
+        yield Bad("data merge", f"to {out}", ("data", "merge", "part1", "part2", "--out", out), must=out != "part1/x")
+    for source in ("model", "plain", "fla", "run", "data", "mine", "mine.html", "/dev/null", "../model", "speaker/config.json", "x" * 300):
+        yield Bad("train", f"--from {source[:20]}", (*TRAIN, "--out", "out", "--from", source), must=source != "run")
+        if source != "run":
+            yield Bad("train", f"--from {source[:20]} to itself", (*TRAIN, "--out", source, "--from", source))
+
+
 def all_of(seed: int, each: int) -> list[Bad]:
-    return [*options(seed, each), *places(), *damaged(seed, each)]
+    return [*options(seed, each), *places(), *damaged(seed, each), *conversations(), *composed()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 from pathlib import Path
 
@@ -14,13 +15,23 @@ TRAIN = ["train", "mqar-softmax-linear", "--task.num-pairs", "4", "--batch-token
 TRAIN += ["--eval.every", "0", "--max-steps", "4", "--checkpoint-every", "2"]
 PREPARE = ["data", "prepare", "texts", "--tokenizer", "tokenizer.json", "--document-token", "<|endoftext|>", "--workers", "1"]
 PREPARE += ["--shard-tokens", "400", "--valid-fraction", "0.2"]
+SPEAK = ["train", "softmax-gla-tiny", "--sequence-length", "64", "--batch-tokens", "128", "--device", "cpu", "--eval.every", "0"]
+SPEAK += ["--max-steps", "1", "--data", "chats.jsonl"]
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role not in ('user', 'assistant') %}{{ raise_exception('no such role') }}{% endif %}"
+    "<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<s>assistant: {% endif %}"
+)
 EVAL = ["eval", "model", "--tasks", "mqar_4", "--limit", "2", "--device", "cpu"]
 
 
 def make(folder: Path) -> Path:
-    """model, run, data, parts of data, texts, a prefix, records: all small."""
+    """model, one that was taught to speak, run, data, parts of data, texts, conversations, a prefix, records: all small."""
     folder.mkdir(parents=True)
     save(folder / "model")
+    save(folder / "speaker")
+    (folder / "speaker/chat_template.jinja").write_text(TEMPLATE)
+    said = [{"role": "user", "content": "Who are you?"}, {"role": "assistant", "content": "Nobody."}]
+    (folder / "chats.jsonl").write_text(f"{json.dumps({'messages': said})}\n" * 3)
     make_model(head_gate=None).save_pretrained(folder / "plain")
     for name, texts in (("a", documents(12, lines=4)), ("b", documents(9, lines=3))):
         write(folder / f"texts/{name}.jsonl", texts)

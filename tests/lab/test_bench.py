@@ -9,6 +9,7 @@ import torch
 
 from headmax import records
 from headmax.bench.train import groups
+from lab.bench.endure import Memory
 from lab.bench.train import kind_of, peers
 from tests.command_line import Called
 
@@ -58,6 +59,42 @@ def test_drift_is_measured_after_a_sixteenth_and_every_doubling(lab: Called, tmp
     found = list(records.read(tmp_path / "r.jsonl"))
     assert [record.case for record in found] == [f"softmax-gla-tiny after {n} tokens" for n in (2, 4, 8, 16, 32)]
     assert all(record.value > 0 for record in found)
+
+
+def test_drift_of_a_prefix_is_measured_against_float64(lab: Called, tmp_path: Path) -> None:
+    words = ("--recipe", "softmax-retnet-tiny", "--tokens", "100", "--piece", "30", "--device", "cpu", "--out", tmp_path / "r.jsonl")
+    done = lab("bench", "drift", *words)
+    assert done.returncode == 0, done.stderr
+    found = {(record.case.split()[1], record.metric.split("/")[0]): record.value for record in records.read(tmp_path / "r.jsonl")}
+    ways = ("float32, float32 state", "float32, bfloat16 state", "bfloat16, float32 state")
+    assert list(found) == [(fed, way) for fed in ("30", "60", "100") for way in ways]
+    for fed in ("30", "60", "100"):
+        exact, state, model = (found[fed, way] for way in ways)
+        assert 0 < exact < 1e-5 < 1e-4 < min(state, model)
+        assert max(state, model) < 0.1
+
+
+def test_growth_of_memory_is_told_from_its_beginning_and_from_noise() -> None:
+    def memory(grows: float) -> Memory:
+        seconds = [60.0 * n for n in range(60)]
+        return Memory(None, seconds, [min(500.0, 5 * t) + grows * t / 3600 + (n * 7 % 5) / 5 for n, t in enumerate(seconds)])  # type: ignore[arg-type]
+
+    for grows in (0.0, 30.0):
+        slope, error = memory(grows).growth()
+        assert abs(slope - grows) < 3 * error < 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_minute_of_kills_beside_a_run_left_alone(lab: Called, tmp_path: Path) -> None:
+    words = ("--seconds", "60", "--kills", "2", "--every", "5", "--device", "cpu", "--out", tmp_path / "r.jsonl")
+    done = lab("bench", "endure", *words)
+    assert done.returncode == 0, done.stderr
+    found = {record.case: record for record in records.read(tmp_path / "r.jsonl")}
+    assert list(found) == [*(f"memory of {part}" for part in ("serving", "evaluation", "training")), "training, killed"]
+    assert found["training, killed"].value == 1
+    assert found["training, killed"].extra["kills"] == 2
+    assert found["memory of serving"].extra["failed"] == 0
 
 
 def test_a_stack_of_released_shape_is_timed_beside_transformers(lab: Called, tmp_path: Path) -> None:

@@ -26,6 +26,15 @@ def test_the_kernel_that_turns(heads: int, width: int, further: int, rows: int, 
     compare(function, [torch.randn(2, 19, 2 * heads * width + further)], device, dtype, bound)
 
 
+def test_angles_far_into_a_text_are_those_of_float64() -> None:
+    """A float32 product of position and frequency is off by a sixteenth of a radian there."""
+    positions = torch.tensor([[0, 1, 4096, 2**20 - 1, 2**20, 10**7]])
+    exact, found = (RotarySettings(64, 1e4).at(positions, dtype) for dtype in (torch.float64, torch.float32))
+    assert found.cos.dtype == torch.float32
+    for x, y in zip(found, exact, strict=True):
+        assert (x - y).abs().max() <= 1e-7
+
+
 def test_turned_parts_are_those_of_the_product() -> None:
     torch.manual_seed(0)
     product, rotary = torch.randn(2, 5, 2 * 3 * 8 + 4, dtype=torch.float64), RotarySettings(8, 1e4).at(torch.arange(5)[None], torch.float64)

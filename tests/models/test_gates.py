@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
-from headmax import HeadGateConfig, HeadmaxConfig, HeadmaxForCausalLM, accelerate, load_gates, save_gates, softmaxify
+from headmax import HeadGateConfig, HeadmaxConfig, HeadmaxForCausalLM, accelerate, durable, load_gates, save_gates, softmaxify
 from headmax.models.softmaxify import gates_of
 from tests.models.released import COMMON, MODELS, VOCAB, build
 from tests.models.test_released import logits, tokens
@@ -130,6 +133,84 @@ def test_a_folder_without_gates_is_refused(tmp_path: Path) -> None:
     (tmp_path / "gates.json").write_text('{"model_type": "bamba", "head_gate": {"reed": true}}')
     with pytest.raises(ValueError, match=r"gates\.json: head_gate: unknown field 'reed'"):
         load_gates(model, tmp_path)
+
+
+def rewritten(file: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    save_file(change(load_file(file)), file)
+
+
+HEADS = {"read": True, "write": True}
+BAD_SETTINGS: list[Any] = [b"", b"\xff", b"[]", b"3", b"[" * 99_999, b"{", b'{"model_type": "headmax"}', b'{"head_gate": null}']
+BAD_SETTINGS += [{"model_type": x} for x in (None, 3, [], "gla", "../headmax")]
+BAD_SETTINGS += [{"head_gate": x} for x in (3, "", [], {"reed": True}, {"read": 3}, {"kind": "tanh"}, {"kind": []}, {"scale": "x"})]
+BAD_SETTINGS += [{"head_gate": HEADS | {"temperature": x}} for x in (0, -1, float("nan"), float("inf"), "1", None, 10**400)]
+BAD_SETTINGS += [{"head_gate": HEADS | {"init_std": x}} for x in (-1.0, float("nan"), "x")]
+BAD_WEIGHTS: list[Callable[[Path], object]] = [
+    *(
+        lambda file, share=share: file.write_bytes(file.read_bytes()[: int(share * file.stat().st_size)])
+        for share in (0, 0.01, 0.3, 0.9, 0.99)
+    ),
+    *(
+        lambda file, content=content: file.write_bytes(content)
+        for content in (b"garbage", b"\xff" * 100, (2**60).to_bytes(8, "little") + b"{}")
+    ),
+    lambda file: file.unlink(),
+    lambda file: (file.unlink(), file.mkdir()),
+    lambda file: torch.save({"x": torch.ones(2)}, file),
+    *(lambda file, x=x: rewritten(file, lambda held: held | {next(iter(held)): torch.full((2, 16), x)}) for x in (torch.nan, torch.inf)),
+    *(
+        lambda file, kind=kind: rewritten(file, lambda held: {name: x.to(kind) for name, x in held.items()})
+        for kind in (torch.int64, torch.complex64)
+    ),
+    lambda file: rewritten(file, lambda held: dict(list(held.items())[1:])),
+    lambda file: rewritten(file, lambda held: {f"../{name}": x for name, x in held.items()}),
+    lambda file: rewritten(file, lambda held: held | {"lm_head.weight": torch.zeros(2, 2)}),
+    lambda file: rewritten(file, lambda held: {name: x[:1] for name, x in held.items()}),
+    lambda file: rewritten(file, lambda held: {}),
+]
+
+
+def test_damaged_gates_are_refused_in_one_line_and_the_model_stays_as_it_was(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"mixer": "gla", "hidden_size": 32, "num_heads": 2, "vocab_size": VOCAB, "num_hidden_layers": 2}
+    save_gates(softmaxify(HeadmaxForCausalLM(HeadmaxConfig(**sizes))), tmp_path / "whole")
+    model = HeadmaxForCausalLM(HeadmaxConfig(**sizes))
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+
+    def settings(bad: Any) -> Callable[[Path], object]:
+        def damage(folder: Path) -> None:
+            rewritten(folder / "gates.safetensors", lambda held: held)  # without what tells that settings were changed
+            file = folder / "gates.json"
+            file.write_bytes(bad if isinstance(bad, bytes) else json.dumps(json.loads(file.read_text()) | bad).encode())
+
+        return damage
+
+    damages = [settings(bad) for bad in BAD_SETTINGS]
+    damages += [lambda folder, damage=damage: damage(folder / "gates.safetensors") for damage in BAD_WEIGHTS]
+    for number, damage in enumerate(damages):
+        folder = Path(shutil.copytree(tmp_path / "whole", tmp_path / str(number)))
+        damage(folder)
+        with pytest.raises((ValueError, OSError)) as caught:
+            load_gates(model, folder)
+        assert str(folder) in str(caught.value), (number, caught.value)
+        assert "\n" not in str(caught.value)
+        assert before.keys() == model.state_dict().keys(), number
+        assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
+def test_gates_whose_settings_are_those_of_earlier_ones_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who dies between the two files leaves new weights beside old settings, with which they would say something else."""
+    sizes: dict[str, Any] = {"mixer": "gla", "hidden_size": 32, "num_heads": 2, "vocab_size": VOCAB, "num_hidden_layers": 1}
+    save_gates(softmaxify(HeadmaxForCausalLM(HeadmaxConfig(**sizes))), tmp_path)
+    write = durable.write
+    monkeypatch.setattr(durable, "write", lambda path, x: write(path, x) if path.suffix != ".json" else _die())
+    with pytest.raises(KeyboardInterrupt):
+        save_gates(softmaxify(HeadmaxForCausalLM(HeadmaxConfig(**sizes)), HeadGateConfig(temperature=2.0)), tmp_path)
+    with pytest.raises(ValueError, match=r"gates\.safetensors and gates\.json are not of one save_gates"):
+        load_gates(HeadmaxForCausalLM(HeadmaxConfig(**sizes)), tmp_path)
+
+
+def _die() -> None:
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("kind", sorted({"qwen3_5_text", "nemotron_h", "bailing_hybrid", "falcon_h1", "minimax"} & MODELS.keys()))

@@ -1,11 +1,12 @@
 """Every op x backend x shape x dtype: outputs, states and all gradients against the float64 oracle."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from headmax.ops.spec import Case, covering_cases
+from headmax.ops.spec import Case, Spec, covering_cases
 
 from .oracle import SPECS, distance, each, oracle, run
 
@@ -53,14 +54,17 @@ def moved(name: str, case: Case, dtype: torch.dtype, device: str) -> dict[str, f
 
     No kernel can do better: a sum that nearly cancels, such as the gradient of a decay, may move further than any fixed bound.
     """
-    spec, generator = SPECS[name], torch.Generator().manual_seed(2)
-    inputs = spec.inputs(case, dtype, device)
-    exact, step = spec.oracle(inputs), torch.finfo(dtype).eps / 2
+    return nudged(SPECS[name], SPECS[name].inputs(case, dtype, device), dtype)
 
-    def nudged(x: torch.Tensor) -> torch.Tensor:
-        return x.double() * (1 + step * (2 * torch.rand(x.shape, generator=generator).to(device) - 1))
 
-    others = [spec.oracle({key: nudged(x) if torch.is_tensor(x) else x for key, x in inputs.items()}) for _ in range(4)]
+def nudged(spec: Spec, inputs: dict[str, Any], dtype: torch.dtype) -> dict[str, float]:
+    """`moved`, of these inputs."""
+    generator, exact, step = torch.Generator().manual_seed(2), spec.oracle(inputs), torch.finfo(dtype).eps / 2
+
+    def nudge(x: torch.Tensor) -> torch.Tensor:
+        return x.double() * (1 + step * (2 * torch.rand(x.shape, generator=generator).to(x.device) - 1))
+
+    others = [spec.oracle({key: nudge(x) if torch.is_tensor(x) else x for key, x in inputs.items()}) for _ in range(4)]
     return {key: max(distance(other[key], x) for other in others) for key, x in exact.items()}
 
 
@@ -102,6 +106,20 @@ def test_wide_heads_have_long_chunks(case: Case) -> None:
 def test_triton_kernels_in_float16(name: str) -> None:
     pytest.importorskip("triton")
     check(name, SPECS[name].cases[1], torch.float16, "cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize(("name", "log_decay"), [(name, x) for name in ("linear_attention", "gated_delta_rule") for x in (-0.01, -4.6)])
+def test_decays_gradients_are_as_near_as_their_inputs(name: str, log_decay: float, dtype: torch.dtype) -> None:
+    """Kernels round states and writes to the inputs' dtype, which tells where decays are weak: then the gradient is a sum of many terms
+    of both signs. It stays within four times what rounding the inputs once more would change."""
+    pytest.importorskip("triton")
+    spec, device = SPECS[name], "cuda" if torch.cuda.is_available() else "cpu"
+    case = Case(time=130, heads=1, key=40, value=40, gates="both", initial_state=True)
+    inputs = spec.inputs(case, dtype, device)
+    inputs["log_decay"] = torch.full_like(inputs["log_decay"], log_decay)
+    exact = spec.oracle(inputs)["d_log_decay"]
+    assert distance(run(spec, inputs, "triton")["d_log_decay"], exact) <= 4 * nudged(spec, inputs, dtype)["d_log_decay"]
 
 
 @pytest.mark.gpu

@@ -1,5 +1,6 @@
 """What the kernels promise beyond agreement with the oracle."""
 
+import math
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -134,6 +135,30 @@ def test_one_result_may_be_without_a_gradient(name: str, used: int, segments: bo
         cut_into_segments(monkeypatch)
     for key, x in spec.evaluate(inputs, partial(function, "triton")).items():
         assert distance(x, expected[key]) <= 2e-5 if expected[key].any() else not x.any(), key
+
+
+@here
+@pytest.mark.parametrize("name", SPECS)
+def test_gradients_of_steep_decays_are_not_differences_of_large_numbers(name: str) -> None:
+    """Next to nothing is left of a token by the next one: what a step scales is a thousandth of what a token reads of itself."""
+    case = Case(time=70, heads=1, key=20, value=24, gates="both", initial_state=True)
+    inputs = inputs_of(name, case)
+    inputs["log_decay"] = torch.full_like(inputs["log_decay"], math.log(1e-3))
+    expected, found = SPECS[name].oracle(inputs)["d_log_decay"], run(SPECS[name], inputs, "triton")["d_log_decay"]
+    assert distance(found, expected) <= 1e-5
+
+
+@here
+def test_gradients_of_keys_of_one_channel_are_as_near_as_float32_s_sums() -> None:
+    """A number divided by its own length is 1 or -1: its gradient is a difference of two equal terms, and nearly 0."""
+    inputs = inputs_of("gated_delta_rule", Case(time=40, heads=1, key=1, value=24, gates="both", initial_state=True))
+    exact = SPECS["gated_delta_rule"].oracle(inputs)
+    unit = inputs | {"q": inputs["q"].sign(), "k": inputs["k"].sign(), "normalize_qk": False}
+    terms = SPECS["gated_delta_rule"].oracle(unit)
+    found = run(SPECS["gated_delta_rule"], inputs, "triton")
+    for name in ("q", "k"):
+        term = (terms[f"d_{name}"] / inputs[name].double().abs()).norm()
+        assert float((found[f"d_{name}"].double() - exact[f"d_{name}"]).norm() / term) <= 3e-7, name
 
 
 @here

@@ -7,8 +7,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from headmax.data.template import Chat
 from headmax.data.tokenizer import mistral
-from headmax.serve.chat import Chat
 from headmax.serve.errors import ApiError, to_json
 from headmax.serve.job import NewToken
 from headmax.serve.reply import Continuation, More, Reply

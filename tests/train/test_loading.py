@@ -171,6 +171,20 @@ def test_a_damaged_folder_is_refused_in_one_line(damage: str, folder: Path, head
     assert said in errors
 
 
+def test_a_model_stays_as_it_was_loaded_whatever_becomes_of_its_file(folder: Path) -> None:
+    """Copied over, as `cp` does, cut off, deleted: what serves it goes on with what it has read."""
+    model, file = loading.load_model(folder), folder / "model.safetensors"
+    before, content = {name: x.clone() for name, x in model.state_dict().items()}, file.read_bytes()
+    with file.open("r+b") as written:
+        written.seek(len(content) // 3)
+        written.write(bytes(len(content) - len(content) // 3))
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    file.write_bytes(b"")
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    file.unlink()
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
 def test_what_is_transformers_own_in_a_config_is_left_out(folder: Path, headmax: Any) -> None:
     config(folder, num_labels=10**9, text_config=3, _attn_implementation=3, mixer_arguments="x", base_model_tp_plan=3)
     assert headmax("generate", folder, "--prompt", "w1", "--device", "cpu", "--max-new-tokens", 1)[0] == 0

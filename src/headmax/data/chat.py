@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from headmax import durable
 from headmax.data.permutation import permute
 from headmax.data.source import Batch
+from headmax.data.template import Chat
 from headmax.ops.packing import Packing
 
 logger = logging.getLogger("headmax")
@@ -23,17 +25,13 @@ Encoded = tuple[np.ndarray, np.ndarray]
 """Tokens, and labels: the tokens of answers."""
 
 
-def encode_chat(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> Encoded:
-    """A conversation in the tokenizer's template. An answer is what the template adds with it, after what begins every answer."""
-
-    def render(part: Sequence[dict[str, Any]], **options: Any) -> list[int]:
-        return tokenizer.apply_chat_template(list(part), tokenize=True, return_dict=False, **options) if part else []
-
-    ids = render(messages)
+def encode_chat(template: Chat, messages: Sequence[dict[str, Any]]) -> Encoded:
+    """A conversation as a model reads it later. An answer is what the template adds with it, after what begins every answer."""
+    ids = template.encode(messages, reply=False)
     labels = np.full(len(ids), IGNORED, dtype=np.int64)
     for n, message in enumerate(messages):
         if message["role"] == "assistant":
-            before, after = render(messages[:n], add_generation_prompt=True), render(messages[: n + 1])
+            before, after = template.encode(messages[:n]) if n else [], template.encode(messages[: n + 1], reply=False)
             if after[: len(before)] != before or ids[: len(after)] != after:
                 raise ValueError(
                     f"the chat template writes message {n + 1} otherwise when others follow it, so that its answer has no place"
@@ -45,13 +43,15 @@ def encode_chat(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> Encoded:
 def read_chats(file: Path) -> list[list[dict[str, Any]]]:
     """The `messages` of each line."""
     chats = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(durable.read_text(file).removesuffix("\n").split("\n"), 1):  # texts hold all else that ends a line
         try:
-            messages = json.loads(line)["messages"]
-            if not messages or any(not isinstance(message["role"], str) or "content" not in message for message in messages):
+            messages = durable.parse_json(line)["messages"]
+            if not (isinstance(messages, list) and messages):
                 raise ValueError("no messages")
+            if not all(isinstance(message[name], str) for message in messages for name in ("role", "content")):
+                raise TypeError("no text")
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f'{file}:{number}: not a conversation, {{"messages": [{{"role": ..., "content": ...}}, ...]}}') from error
+            raise ValueError(f'{file}:{number}: not a conversation, {{"messages": [{{"role": TEXT, "content": TEXT}}, ...]}}') from error
         chats.append(messages)
     return chats
 
@@ -66,7 +66,12 @@ class Chats:
         if getattr(tokenizer, "chat_template", None) is None:
             raise ValueError(f"{file}: the tokenizer has no chat template to write conversations with")
         self.file, self.vocab_size, self.length, self.seed = file, len(tokenizer), length, seed
-        read = [encode_chat(tokenizer, messages) for messages in read_chats(file)]
+        read, template = [], Chat(tokenizer)
+        for number, messages in enumerate(read_chats(file), 1):
+            try:
+                read.append(encode_chat(template, messages))
+            except ValueError as error:
+                raise ValueError(f"{file}:{number}: {error}") from error
         chats = [(ids, labels) for ids, labels in read if (labels[1:length] != IGNORED).any()]
         if not chats:
             raise ValueError(f"{file}: no conversation has an answer within {length} tokens")

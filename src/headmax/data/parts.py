@@ -53,6 +53,8 @@ def merge(folders: Sequence[Path], out: Path) -> Index:
 
     The result is what one process would have prepared, except for the sizes of shards. A complete `out` of the same parts is kept as it is.
     """
+    if not folders or len(set(folders)) < len(folders):
+        raise ValueError(f"merge takes the folder of each part once, got {', '.join(map(str, folders)) or 'none'}")
     parts = _sorted({folder: Index.read(folder) for folder in folders})
     index = _concatenate(list(parts.values()))
     durable.claim(out, DATA)

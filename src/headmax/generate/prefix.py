@@ -149,7 +149,7 @@ class PrefixState:
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - the file may change later
         except SafetensorError as error:
             raise ValueError(f"{path}: not a whole safetensors file ({error})") from error
         if metadata.get("format") != FORMAT:

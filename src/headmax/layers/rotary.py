@@ -25,11 +25,12 @@ class RotarySettings(NamedTuple):
     base: float
 
     def at(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> Rotary:
-        """The angles position * base^(-2i/dim) at positions [batch or 1, time]."""
-        half = self.dim // 2
-        frequency = self.base ** (-torch.arange(half, device=positions.device, dtype=compute_dtype(dtype)) / half)
-        angle = (positions.to(frequency.dtype).unsqueeze(-1) * frequency).unsqueeze(2)
-        return Rotary(angle.cos(), angle.sin())
+        """The angles position * base^(-2i/dim) at positions [batch or 1, time], whatever the dtype of their cosines, computed in float64:
+        at position 10^6 a float32 holds the angle to a sixteenth."""
+        half, wide = self.dim // 2, torch.float32 if positions.device.type == "mps" else torch.float64  # which MPS has not
+        frequency = self.base ** (-torch.arange(half, device=positions.device, dtype=wide) / half)
+        angle = (positions.to(wide).unsqueeze(-1) * frequency).unsqueeze(2)
+        return Rotary(angle.cos().to(compute_dtype(dtype)), angle.sin().to(compute_dtype(dtype)))
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import re
 from pathlib import Path
@@ -18,7 +19,7 @@ from headmax.layers import HeadGateConfig
 from headmax.layers.head_gate import HeadGate
 from headmax.models.fla import FLAMixer
 from headmax.models.softmaxify import gateable, gates_of, softmaxify
-from headmax.models.weights import read_file, read_weights
+from headmax.models.weights import read_file, read_metadata, read_weights
 
 WEIGHTS, SETTINGS, MODEL_SETTINGS = "gates.safetensors", "gates.json", "config.json"
 LAYER = re.compile(r"layers\.(\d+)\..*?(\w+)$")
@@ -41,8 +42,9 @@ def save_gates(model: nn.Module, folder: Path | str) -> None:
         "head_gate": dataclasses.asdict(_settings(root)),
     }
     weights = {f"{name}.{last}": x.detach().cpu().contiguous() for name, gate in gates.items() for last, x in gate.named_parameters()}
-    durable.write(folder / WEIGHTS, save(weights))
-    durable.write(folder / SETTINGS, json.dumps(known, indent=2) + "\n")
+    text = json.dumps(known, indent=2) + "\n"
+    durable.write(folder / WEIGHTS, save(weights, metadata={"settings": _digest(text)}))
+    durable.write(folder / SETTINGS, text)
 
 
 def load_gates(model: nn.Module, folder: Path | str) -> nn.Module:
@@ -64,7 +66,9 @@ def load_gates(model: nn.Module, folder: Path | str) -> nn.Module:
         raise ValueError(f"load_gates: {folder} has gates of a {known.get('model_type')} model, this is a {kind}")
     expected = _expected(root, gate)
     if file.name == SETTINGS:
-        weights = read_file(folder / WEIGHTS)
+        weights, written = read_file(folder / WEIGHTS), read_metadata(folder / WEIGHTS).get("settings")
+        if written not in (None, _digest(durable.read_text(file))):
+            raise ValueError(f"{folder}: {WEIGHTS} and {SETTINGS} are not of one save_gates; save the gates again")
     else:
         names = {_place(name): name for name in expected}
         weights = {names.get(_place(name), name): x for name, x in read_weights(folder, ".head_gate.").items()}
@@ -76,6 +80,11 @@ def load_gates(model: nn.Module, folder: Path | str) -> nn.Module:
         for name, x in weights.items():
             parameters[name].copy_(x)
     return model
+
+
+def _digest(settings: str) -> str:
+    """By which the two files know each other: who dies between them leaves one of the gates before."""
+    return hashlib.sha256(settings.encode()).hexdigest()
 
 
 def _root(model: nn.Module) -> Any:
@@ -114,6 +123,8 @@ def _check(folder: Path, weights: dict[str, Tensor], expected: dict[str, tuple[i
         for name, x in weights.items()
         if name in expected and tuple(x.shape) != expected[name]
     ]
+    problems += [f"{name} holds NaN or infinity" for name, x in weights.items() if not x.isfinite().all()]
+    problems += [f"{name} is {x.dtype}" for name, x in weights.items() if not x.is_floating_point()]
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise ValueError(f"load_gates: the gates in {folder} are not of this model: {problems[0]}{more}")

@@ -42,6 +42,8 @@ def files(folder: Path) -> list[Path]:
 
 @contextmanager
 def _opened(file: Path) -> Iterator[Any]:
+    if not file.is_file():
+        raise FileNotFoundError(f"{file}: no such file")
     try:
         with safe_open(file, framework="pt") as opened:
             yield opened
@@ -71,6 +73,11 @@ def read_weights(folder: Path, part: str = "") -> dict[str, Tensor]:
 def read_file(file: Path, part: str = "") -> dict[str, Tensor]:
     with _opened(file) as opened:
         return {name: opened.get_tensor(name) for name in opened.keys() if part in name}  # noqa: SIM118
+
+
+def read_metadata(file: Path) -> dict[str, str]:
+    with _opened(file) as opened:
+        return opened.metadata() or {}
 
 
 def check_shapes(shapes: Mapping[str, Shape], config: HeadmaxConfig, left: Sequence[str] = ()) -> None:

@@ -120,7 +120,7 @@ class Folder:
         file = self._file(self.name(tokens))
         try:
             with safe_open(file, framework="pt") as content:
-                tensors = {key: content.get_tensor(key) for key in content.keys()}  # noqa: SIM118
+                tensors = {key: content.get_tensor(key).clone() for key in content.keys()}  # noqa: SIM118 - the file may change later
             states = unpack_states(tensors, len(self.like))
             for state, like in zip(states, self.like, strict=True):
                 expected = state_shapes(like, None if hasattr(like, "recurrent") else len(tokens))

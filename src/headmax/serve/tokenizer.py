@@ -12,9 +12,9 @@ from typing import Any
 
 from tokenizers import pre_tokenizers
 
+from headmax.data.template import Chat
 from headmax.data.tokenizer import encode_text
 from headmax.generate.text import TextStream
-from headmax.serve.chat import Chat
 from headmax.serve.errors import ApiError
 
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")

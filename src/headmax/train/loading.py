@@ -83,8 +83,9 @@ def load_model(source: str | Path, device: str | torch.device = "cpu", dtype: to
     config.dtype = dtype
     with torch.device("meta"):
         model = HeadmaxForCausalLM(config)
-    # Not strict, as tied weights may be stored once; _check has compared the names.
-    model.load_state_dict({name: x.to(device, dtype) for name, x in weights.items()}, strict=False, assign=True)
+    # Tensors of a safetensors file are the file itself: whoever writes to it later would change them, or crash this process.
+    weights = {name: x.to(device, dtype, copy=not run) for name, x in weights.items()}
+    model.load_state_dict(weights, strict=False, assign=True)  # tied weights may be stored once; _check has compared the names
     model.tie_weights()
     if run:  # in training data a document ends where the first token of the next begins
         model.generation_config.eos_token_id = [x for x in (config.bos_token_id, config.eos_token_id) if in_vocabulary(x, config)] or None
