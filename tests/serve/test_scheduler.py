@@ -294,7 +294,7 @@ def test_short_prompts_are_read_together_before_a_step(monkeypatch: pytest.Monke
         scheduler.start()
         for caller in callers:
             caller.wait()
-    assert steps.events[:4] == [("read", 250), ("read", 100), ("step", 5), ("step", 7)]
+    assert steps.events == [("read", 250), ("step", 5), ("read", 100), ("step", 5), ("step", 2), ("step", 2)]
 
 
 def test_prompts_that_cannot_be_read_together_are_read_alone(monkeypatch: pytest.MonkeyPatch) -> None:
