@@ -14,7 +14,7 @@ from headmax import durable
 from headmax.train.checkpoint import finished, step_of
 from headmax.train.metrics import read_lines
 from headmax.train.parallel import World
-from headmax.train.trainer import sole_run
+from headmax.train.trainer import RUN
 from tests.train.small import command, finish, losses, parameters, start, torchrun, wait_for_step
 
 EVERY = 4
@@ -110,7 +110,7 @@ def test_all_ranks_hear_that_a_folder_is_taken(tmp_path: Path, monkeypatch: pyte
         for rank in (0, 1):
             with (
                 pytest.raises(ValueError, match="another process is writing to it"),
-                sole_run(tmp_path, World(rank, 2, torch.device("cpu"), None)),
+                World(rank, 2, torch.device("cpu"), None).sole_user(tmp_path, RUN),
             ):
                 pass
     assert told[1] is None

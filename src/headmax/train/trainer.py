@@ -67,7 +67,7 @@ def training(
         words[CHAT_TEMPLATE] = durable.read_text(tokenizer / CHAT_TEMPLATE)
     with (
         join(config.device, config.parallel.context, config.parallel.tensor) as world,
-        sole_run(out, world),
+        world.sole_user(out, RUN),
         own_randomness(world.device),
         one_process_is_meant(),
     ):
@@ -101,22 +101,6 @@ def fit(model: HeadmaxConfig, config: TrainConfig, source: Source, out: Path, **
 
 
 RUN = durable.Owner("a run of headmax train", is_run)
-
-
-@contextlib.contextmanager
-def sole_run(out: Path, world: World) -> Iterator[None]:
-    """Keeps a second run out of the folder: the first rank holds it, and all ranks hear where it is held already."""
-    refused = None
-    with contextlib.ExitStack() as held:
-        if world.main:
-            try:
-                durable.claim(out, RUN)
-                held.enter_context(durable.sole_user(out))
-            except ValueError as error:
-                refused = str(error)
-        if refused := world.share(refused):
-            raise ValueError(refused)
-        yield
 
 
 def own_randomness(device: torch.device) -> contextlib.AbstractContextManager[None]:
