@@ -376,8 +376,8 @@ def test_processes_share_the_requests(name: str, tokenizer: PreTrainedTokenizerF
     """The same scores as one process, each once; what a process that died had done is kept."""
     make_model(name).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    asked = [tmp_path / "model", "--tasks", "piqa,squad_completion,mqar_8,nonsense", "--data-dir", data_dir, "--limit", 40, "--device", "cpu"]
-    asked += ["--batch-tokens", 400]
+    asked = [tmp_path / "model", "--tasks", "piqa,squad_completion,mqar_8,nonsense", "--data-dir", data_dir, "--limit", 40]
+    asked += ["--batch-tokens", 400, "--device", "cpu"]
     one, three = ([*asked, "--work", tmp_path / work, "--out", tmp_path / f"{work}.jsonl"] for work in ("one", "three"))
     assert process("-m", "headmax", "eval", *one).returncode == 2
     expected = ScoreFile(tmp_path / "one" / "scores.jsonl")

@@ -84,10 +84,10 @@ class World:
                 if self.size == 1:
                     raise
                 result = error, None
-        error, result = self.share(result)
-        if error is not None:
-            raise error
-        return result
+        failed, given = self.share(result)
+        if failed is not None:
+            raise failed
+        return given
 
     @contextlib.contextmanager
     def sole_user(self, folder: Path, owner: durable.Owner | None = None) -> Iterator[None]:

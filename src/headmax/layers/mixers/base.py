@@ -102,6 +102,11 @@ class RecurrentMixer(Initialized):
         )
         self.read_after_norm = config.read_position == "after_norm"
 
+    @property
+    def of_all_heads(self) -> tuple[str, ...]:
+        """Names of the parts that are not of single heads."""
+        return (*self.shared, "output_norm") if self.output_norm.kind == "head" else self.shared
+
     def set_tensor_mesh(self, mesh: DeviceMesh) -> None:
         """Splits the heads over the ranks of the mesh."""
         group, ranks, norm = mesh.get_group(), mesh.size(), self.output_norm
@@ -113,7 +118,7 @@ class RecurrentMixer(Initialized):
         norm.tensor_group = group
         if self.head_gate is not None:
             self.head_gate.tensor_group = group
-        shard_part(self, mesh, "o_proj", (*self.shared, *(["output_norm"] if norm.kind == "head" else [])))
+        shard_part(self, mesh, "o_proj", self.of_all_heads)
 
     def fusible(self) -> bool:
         """Whether fused ops may take the weights of its parts: all are as they were built."""
