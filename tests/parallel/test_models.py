@@ -24,3 +24,13 @@ def check(found: dict) -> None:
     for case, errors in found.items():
         over = {key: x for key, x in errors.items() if not x <= (1e-6 if key == "float32_loss" else 1e-8)}
         assert not over, case
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_million_tokens_on_eight_processes_are_one_sequence() -> None:
+    """In float32: a piece of 131,072 tokens each; the longest sums have a million terms."""
+    found = run("million", 8, 2**20, seconds=1700)
+    assert found["errors"].pop("loss") < 1e-5
+    assert max(found["errors"].values()) < 1e-3
+    assert 4 < found["loss"] < 7

@@ -138,7 +138,7 @@ def join(device: str | None, context: int = 1, tensor: int = 1) -> Iterator[Worl
     if mine.type == "cuda":
         torch.cuda.set_device(mine)
     there = dist.is_initialized()
-    if not there and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if not there and (int(os.environ.get("WORLD_SIZE", 1)) > 1 or dist.is_torchelastic_launched()):
         # PyTorch 2.13: processes that torchrun starts again find the store of those before, and gloo connects to addresses that are gone.
         store, rank, size = next(dist.rendezvous("env://"))
         store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
@@ -159,6 +159,13 @@ def join(device: str | None, context: int = 1, tensor: int = 1) -> Iterator[Worl
             dist.destroy_process_group()
 
 
+def spreads(config: TrainConfig, world: World) -> bool:
+    """Whether DDP, FSDP or another direction is at work. FSDP is on one process too, where torchrun started it."""
+    return world.size > 1 or (config.parallel.strategy == "fsdp" and dist.is_initialized())
+
+
 def graphed(config: TrainConfig, world: World) -> bool:
     """Whether micro-steps are CUDA graphs."""
-    return world.device.type == "cuda" and world.size == 1 and config.compute.cuda_graph is not False and not config.against_graphs
+    return (
+        world.device.type == "cuda" and not spreads(config, world) and config.compute.cuda_graph is not False and not config.against_graphs
+    )

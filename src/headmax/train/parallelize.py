@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from headmax.models import HeadmaxForCausalLM
 from headmax.train.config import ParallelConfig, TrainConfig
-from headmax.train.parallel import World
+from headmax.train.parallel import World, spreads
 
 
 def replicated(model: nn.Module) -> list[nn.Parameter]:
@@ -55,7 +55,7 @@ class Replica:
 
     def __init__(self, model: HeadmaxForCausalLM, config: TrainConfig, world: World) -> None:
         nn.Module.to(model, world.device).train()
-        mesh = ranks_of(world, config.parallel) if world.size > 1 else None
+        mesh = ranks_of(world, config.parallel) if spreads(config, world) else None
         if mesh is not None and world.tensor > 1:
             model.set_tensor_mesh(mesh["tensor"])
         model.model.set_context_group(world.context_group)
@@ -71,7 +71,7 @@ class Replica:
             model.model.compile_blocks()
         if mesh is not None and world.tensor == 1 and config.parallel.strategy == "ddp":
             self.module = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        elif mesh is not None and world.size > world.tensor:
+        elif mesh is not None and (world.size > world.tensor or world.size == 1):
             # Blocks' matrices travel in what the products compute in, gradients are summed in float32, and autocast alone casts
             # activations: FSDP would also round the angles of rotary positions. The embedding stays float32, as a bfloat16 one
             # would have its gradient rounded, which autocast does not do.
