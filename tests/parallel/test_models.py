@@ -7,17 +7,19 @@ from tests.parallel.processes import run
 pytestmark = pytest.mark.distributed
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (3, 4, 8))])
 def test_a_model_over_pieces_is_the_model(ranks: int) -> None:
-    names = ["linear", "retnet", "gla", "gated_deltanet", "kda", "attention", "hybrid", "window"]
-    found = run("models", ranks, names, False)["errors"]
+    names = ["linear", "retnet", "gla", "gated_deltanet", "kda", "mamba2", "attention", "hybrid", "window"]
+    found = run("models", ranks, names, False, seconds=1100)["errors"]
     check(found)
     assert {case.split("-")[0] for case in found} == {*names, "fused"}
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_compiled_blocks_work_on_pieces() -> None:
-    check(run("models", 2, ["gla", "kda", "hybrid", "window"], True, seconds=600)["errors"])
+    check(run("models", 2, ["gla", "kda", "hybrid", "window"], True, seconds=1700)["errors"])
 
 
 def check(found: dict) -> None:
