@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from headmax import HeadmaxForCausalLM, recipes
@@ -96,7 +96,8 @@ def measure(plan: Plan) -> Iterator[Record]:
     """One step: its loss beside the evaluation's, time and memory; RuntimeError where they differ."""
     recipe, device = recipes.get(plan.recipe), torch.device(plan.device)
     torch.manual_seed(0)
-    model = HeadmaxForCausalLM(recipe.model).to(device).train()
+    model = HeadmaxForCausalLM(recipe.model)
+    nn.Module.to(model, device).train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     optimizer = build_optimizer(model, replace(recipe.train.optim, name="adamw"))
     ids = torch.randint(0, recipe.model.vocab_size, (1, plan.tokens), device=device, generator=torch.Generator(device).manual_seed(1))

@@ -1,4 +1,4 @@
-"""A long sequence of which every rank holds a piece, beside one process that reads it whole."""
+"""A long sequence of which every rank holds a piece, beside one process that has all of it, segment by segment (tests/lab/test_long.py)."""
 
 from typing import Any
 
@@ -7,13 +7,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from headmax import HeadGateConfig, HeadmaxConfig, HeadmaxForCausalLM
+from headmax.layers import loss as last_layer
 from headmax.layers.loss import IGNORED
 from headmax.ops.spec import distance
+from lab.bench.long import add_gradients
 
 
 def main(length: int) -> dict[str, Any]:
     """How far loss and gradients of the ranks' pieces, summed, are from those of the whole sequence, in float32."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    last_layer.LOGITS_AT_ONCE = 2**22  # eight processes share the memory
     torch.manual_seed(0)
     sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_heads": 2, "intermediate_size": 8, "vocab_size": 256}
     model = HeadmaxForCausalLM(HeadmaxConfig(mixer=["gla", "gated_deltanet"], head_gate=HeadGateConfig(), **sizes)).train()
@@ -34,8 +37,7 @@ def main(length: int) -> dict[str, Any]:
     if rank == 0:
         model.zero_grad()
         model.model.set_context_group(None)
-        loss = model(ids, labels=ids).loss
-        loss.backward()
+        loss = add_gradients(model, ids, 2**16)
         errors = {"loss": distance(found["loss"], loss)}
         errors |= {name: distance(found[name], p.grad) for name, p in model.named_parameters() if p.grad is not None}
     dist.barrier()
