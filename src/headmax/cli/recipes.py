@@ -72,6 +72,7 @@ def plan(
         gpus_per_node: GPUs of a node.
         link: between two GPUs of a node, one way; that of the GPU's usual node unless given.
         network: from one GPU to other nodes, one way; that of the GPU's usual cluster unless given.
+        parallel: as `headmax train` has it; what is not given is chosen.
         tokens: training tokens, such as 15e9 or 15B; the recipe's unless given.
         length: tokens per sequence; the recipe's unless given.
         batch_tokens: tokens per step over all GPUs, such as 0.5M; the recipe's unless given.
