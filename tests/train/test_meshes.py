@@ -72,7 +72,7 @@ def test_settings_go_with_every_strategy(tmp_path: Path) -> None:
     agree(tmp_path / "plain", tmp_path / "accumulation", steps=5)
 
 
-COMPILED = {"compute_compile": True, "max_steps": 3, "checkpoint_final": False}
+COMPILED = {"model": {"mixer": "retnet"}, "compute_compile": True, "max_steps": 3, "checkpoint_final": False}
 AGAIN = {"compute_activation_checkpointing": True}
 
 
@@ -80,7 +80,7 @@ def test_compiled_blocks_go_with_every_strategy(tmp_path: Path) -> None:
     """By PyTorch's own compiler; FSDP also on a single process, and with activation checkpointing within what is compiled."""
     plans = {way: {**COMPILED, **options} for way, options in STRATEGIES.items()} | {"again": {**COMPILED, **FSDP, **AGAIN}}
     spread = launch([{"out": str(tmp_path / name), **LR, **plan} for name, plan in plans.items()])
-    train(tmp_path / "eager", **LR, max_steps=3, checkpoint_final=False)
+    train(tmp_path / "eager", **LR, **{**COMPILED, "compute_compile": False})
     finish(spread, seconds=PATIENCE)
     finish(launch([{"out": str(tmp_path / "fsdp-on-one"), **LR, **COMPILED, **FSDP}], ranks=1), seconds=PATIENCE)
     for name in [*plans, "fsdp-on-one"]:
