@@ -49,6 +49,11 @@ LAB = Program(
                 "lab.cli.bench:serve",
                 "Time the server's scheduler beside the static engine, first tokens after a prefix hit, and decoding while others read.",
             ),
+            Command(
+                "bench long",
+                "lab.cli.bench:long",
+                "Train on a sequence of a million tokens by segments; exit code 1 if the loss is another.",
+            ),
             Command("bench drift", "lab.cli.bench:drift", "Measure how far logits move when states are kept in bfloat16."),
             Command(
                 "bench endure",

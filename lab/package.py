@@ -13,8 +13,9 @@ from headmax import durable, records
 from headmax.demo import code, recall, verdict
 from headmax.demo.variants import VARIANTS
 from headmax.demo.verdict import Metric, Scores
-from headmax.plan import estimate
-from headmax.plan.estimate import Measured, card_of
+from headmax.plan import measured as plan
+from headmax.plan.cards import card_of
+from headmax.plan.measured import Measured
 from headmax.records import Record
 from lab import RESULTS
 
@@ -35,7 +36,7 @@ def contents() -> dict[Path, str]:
     found = [record for path in sorted(RESULTS.glob("train_*.jsonl")) for record in records.read(path)]
     steps = [asdict(step) for step in measured(found)]
     seeds = [{"metric": m.record, "case": case, "seeds": one} for m in METRICS for case, one in seed_scores(DEMO, m).items()]
-    return {estimate.MEASURED: lines(steps), verdict.SEEDS: lines(seeds)}
+    return {plan.MEASURED: lines(steps), verdict.SEEDS: lines(seeds)}
 
 
 def lines(items: Iterable[dict[str, Any]]) -> str:

@@ -270,10 +270,15 @@ def test_benchmarks_refuse_bad_input_in_one_line(arguments: list[str], said: str
 
 
 def test_plan_prints_a_row_for_every_number_of_gpus(called: Called) -> None:
-    done = called("plan", "softmax-gla-340m", "--gpu", "h20", "--gpus", "24", "--batch-tokens", "688128", "--parallel", "fsdp")
+    asked = ["plan", "softmax-gla-340m", "--gpu", "h20", "--gpus", "24", "--batch-tokens", "688128"]
+    done = called(*asked, "--parallel.strategy", "fsdp", "--parallel.tensor", "1")
     assert done.returncode == 0, done.stderr
-    numbers = [line.split()[0].rstrip("*") for line in done.stdout.splitlines() if " fsdp " in line and line.split()[1] == "fsdp"]
-    assert numbers == ["1", "2", "4", "8", "16", "24", "32", "64", "128", "256", "512", "1024"]
+    assert called(*asked, "--parallel", "fsdp", "--parallel.tensor", "1").stdout == done.stdout  # as in 0.1
+    best, sent = done.stdout.split("The best mesh")[1].split("What it sends")
+    for shown in (best, sent.split("bytes that a GPU")[0]):
+        rows = [line.split() for line in shown.splitlines()[2:] if line.strip()]
+        assert [row[0].rstrip("*") for row in rows if row[0] != "*"] == [str(n) for n in sorted({24, *(2**n for n in range(11))})]
+        assert {row[1] for row in rows if row[0] != "*"} == {"fsdp"}
 
 
 def test_data_is_prepared_checked_and_refused(tmp_path: Path) -> None:

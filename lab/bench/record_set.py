@@ -83,6 +83,7 @@ def record_set() -> list[Part]:
         Part("released", "released_h200.jsonl", ("lab", "bench", "released"), 280),
         Part("serve", "serve_h200.jsonl", ("lab", "bench", "serve"), 280),
         Part("drift", "drift_h200.jsonl", ("lab", "bench", "drift", "--device", "cuda"), 60),
+        Part("long", "long_h200.jsonl", ("lab", "bench", "long", "--device", "cuda"), 280),
     ]
 
 

@@ -192,6 +192,39 @@ def endure(
             records.append(out, [record])
 
 
+def long(
+    recipe: Recipe = "softmax-gla-80m",
+    tokens: Count = 2**20,
+    segment: Count = 2**16,
+    chunk: Count = 2**13,
+    device: Device = "auto",
+    dtype: Literal["bfloat16", "float32"] = "bfloat16",
+    out: File = None,
+) -> None:
+    """Train on a sequence of a million tokens by segments; exit code 1 if the loss is another.
+
+    Args:
+        recipe: the model, with random weights.
+        tokens: tokens of the sequence.
+        segment: tokens of a pass; states go forward between passes, and their gradients back.
+        chunk: tokens of a pass of the evaluation that the loss is compared with.
+        device: where to run; auto takes a GPU if there is one.
+        dtype: precision of the products.
+        out: append the records to this file.
+    """
+    import torch
+
+    from headmax import records
+    from lab.bench.long import Plan, measure
+
+    if out is not None:
+        records.check(out)
+    for record in measure(Plan(recipe, tokens, segment, chunk, find_device(device), getattr(torch, dtype))):
+        say(record.line(width=40))
+        if out is not None:
+            records.append(out, [record])
+
+
 def released(
     layers: int = 8,
     train: Words = ("8192x4",),

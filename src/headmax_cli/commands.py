@@ -68,7 +68,11 @@ GROUPS: dict[str, tuple[Command, ...]] = {
     ),
     "Plan and measure": (
         Command("recipes", "headmax.cli.recipes:recipes", "List the recipes with parameter counts and state sizes."),
-        Command("plan", "headmax.cli.recipes:plan", "Estimate memory, step time, days and GPU-hours of a training run."),
+        Command(
+            "plan",
+            "headmax.cli.recipes:plan",
+            "Estimate memory, step time and GPU-hours of a training run; find the best mesh.",
+        ),
         Command("bench kernels", "headmax.cli.bench:kernels", "Time the ops, forward and backward, against another library."),
         Command("bench train", "headmax.cli.bench:train", "Time whole training steps on this GPU, against another library."),
         Command("bench decode", "headmax.cli.bench:decode", "Time decoding, against another library."),

@@ -372,3 +372,31 @@ metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
     scores = Scorer(make_model("gla")).answers(asked)
     ours = evaluation.metrics(["piqa"], scores, lambda _: None)["piqa"][0]
     assert (ours.name, ours.value, ours.stderr) == ("acc", theirs["acc,none"], theirs["acc_stderr,none"])
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", ["gla", "hybrid"])
+def test_processes_share_the_requests(name: str, tokenizer: PreTrainedTokenizerFast, data_dir: Path, tmp_path: Path) -> None:
+    """The same scores as one process, each once; what a process that died had done is kept."""
+    make_model(name).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    asked = [tmp_path / "model", "--tasks", "piqa,squad_completion,mqar_8,nonsense", "--data-dir", data_dir, "--limit", 40]
+    asked += ["--batch-tokens", 400, "--device", "cpu"]
+    one, three = ([*asked, "--work", tmp_path / work, "--out", tmp_path / f"{work}.jsonl"] for work in ("one", "three"))
+    assert process("-m", "headmax", "eval", *one).returncode == 2
+    expected = ScoreFile(tmp_path / "one" / "scores.jsonl")
+    (tmp_path / "three").mkdir()
+    (tmp_path / "three" / "records.jsonl").touch()
+    left = ScoreFile(tmp_path / "three" / "scores-7.jsonl")  # of eight processes that were killed
+    left.begin(expected.source)
+    left.add(list(expected.scores.values())[:9])
+    done = process("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 3, "-m", "headmax", "eval", *three)
+    assert done.stderr.count("headmax: unknown task 'nonsense'") == 1, done.stderr
+    found = (tmp_path / "three" / "scores.jsonl").read_bytes()
+    assert found.count(b"\n") == len(expected.scores) + 1
+    assert not list((tmp_path / "three").glob("scores-*"))
+    assert ScoreFile(tmp_path / "three" / "scores.jsonl").scores.keys() == expected.scores.keys()
+    alone, shared = ([(r.case, r.metric, r.value) for r in records.read(tmp_path / f"{work}.jsonl")] for work in ("one", "three"))
+    assert [row[:2] for row in alone] == [row[:2] for row in shared]
+    assert [row[2] for row in shared] == pytest.approx([row[2] for row in alone], rel=1e-5)

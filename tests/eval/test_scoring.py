@@ -17,6 +17,7 @@ from headmax.eval.requests import Request
 from headmax.eval.run import Evaluation, Settings
 from headmax.eval.scores import Score
 from headmax.eval.scoring import Scorer
+from headmax.train.parallel import World
 from tests.eval.conftest import MODELS, make_model
 
 HFLM = pytest.importorskip("lm_eval.models.huggingface").HFLM
@@ -131,6 +132,25 @@ def test_a_context_is_read_once(tokenizer: PreTrainedTokenizerFast, data_dir: Pa
     answer(model, asked)
     contexts = {request.context for request in asked}
     assert sum(read) - 1 <= sum(map(len, contexts)) + sum(len(request.targets) - 1 for request in asked)  # the first read is of one token
+
+
+@pytest.mark.parametrize("name", ["gla", "hybrid"])
+def test_ranks_share_out_the_batches_of_one_process(
+    name: str, tokenizer: PreTrainedTokenizerFast, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each request is answered by one rank, and a log-probability has the very bits that one process gives it."""
+    model = make_model(name)
+    asked = [r for task in ("piqa", "squad_completion") for r in ask(task, tokenizer, model, Settings(data_dir, limit=8))[0]]
+    monkeypatch.setattr(World, "gather", lambda self, rows: [rows, rows])
+    shares = []
+    for rank in range(3):
+        scorer = Scorer(model, tokenizer, batch_tokens=200)
+        scorer.share_with(World(rank, 3, torch.device("cpu"), None))
+        shares.append(scorer.answers(asked))
+    assert min(map(len, shares)) > 5
+    assert sum(map(len, shares)) == len({request.id for request in asked})
+    one = answer(model, asked, tokenizer, batch_tokens=200)
+    assert shares[0] | shares[1] | shares[2] == one
 
 
 def test_contexts_with_a_common_beginning_are_one_family() -> None:

@@ -7,7 +7,10 @@ import pytest
 
 from headmax import recipes, records
 from headmax.demo.verdict import Metric
-from headmax.plan.estimate import CARDS, Measured, Work, check, choose_efficiency, ideal, memory
+from headmax.plan.cards import CARDS
+from headmax.plan.estimate import ideal, memory
+from headmax.plan.measured import Measured, check, choose_efficiency
+from headmax.plan.work import Work
 from lab import package
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from headmax import HeadGateConfig, HeadmaxForCausalLM
+from headmax import HeadmaxForCausalLM
 from headmax.data.source import Batch
 from headmax.layers.mixers.attention import AttentionConfig
 from headmax.layers.mixers.gated_deltanet import GatedDeltaNetConfig
@@ -17,7 +17,7 @@ from headmax.layers.mixers.gla import GLAConfig
 from headmax.layers.mixers.mamba2 import Mamba2Config
 from headmax.ops.head_gate import head_gate, split_gates
 from headmax.ops.spec import distance
-from tests.parallel.models import SOFTMAX, batches, build
+from tests.parallel.models import GATES, SOFTMAX, batches, build
 from tests.parallel.processes import everywhere
 
 MIXERS: dict[str, Any] = {
@@ -32,13 +32,6 @@ MIXERS: dict[str, Any] = {
     "hybrid": (["gated_deltanet", AttentionConfig(num_kv_heads=4, qk_norm=True, output_gate=True, rotary_dim=4)], {"fused": True}),
     "tied": ("gla", {"tie_word_embeddings": True}),
     "padded vocabulary": ("gla", {"pad_token_id": 3, "fused": True}),
-}
-GATES = {
-    "after-norm": HeadGateConfig(read_position="after_norm", source="hidden", init_std=0.5),
-    "hidden-heads": HeadGateConfig(source="hidden_heads", init_std=0.5, temperature=2.0),
-    "sigmoid": HeadGateConfig(kind="sigmoid", scale="heads", init_std=0.5),
-    "uniform": HeadGateConfig(kind="uniform"),
-    "write": HeadGateConfig(read=False, init_std=0.5),
 }
 
 

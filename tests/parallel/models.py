@@ -9,6 +9,7 @@ import torch.distributed as dist
 from headmax import HeadGateConfig, HeadmaxConfig, HeadmaxForCausalLM, Packing
 from headmax.data.source import Batch
 from headmax.layers.mixers.attention import AttentionConfig
+from headmax.layers.mixers.mamba2 import Mamba2Config
 from headmax.ops.spec import distance
 from headmax.train.feed import next_labels, piece_of
 from headmax.train.parallel import World
@@ -20,14 +21,18 @@ MIXERS: dict[str, Any] = {
     "gla": "gla",
     "gated_deltanet": "gated_deltanet",
     "kda": "kda",
+    "mamba2": Mamba2Config(num_groups=4, head_k_dim=8),
     "attention": "attention",
     "hybrid": ["gated_deltanet", AttentionConfig(num_kv_heads=2, qk_norm=True, output_gate=True, rotary_dim=4)],
     "window": ["gla", AttentionConfig(window=7)],
 }
 SOFTMAX = HeadGateConfig(init_std=0.5)
 GATES = {
-    "after-norm": HeadGateConfig(read_position="after_norm", source="hidden"),
-    "sigmoid": HeadGateConfig(kind="sigmoid", scale="heads"),
+    "after-norm": HeadGateConfig(read_position="after_norm", source="hidden", init_std=0.5),
+    "hidden-heads": HeadGateConfig(source="hidden_heads", init_std=0.5, temperature=2.0),
+    "sigmoid": HeadGateConfig(kind="sigmoid", scale="heads", init_std=0.5),
+    "uniform": HeadGateConfig(kind="uniform"),
+    "write": HeadGateConfig(read=False, init_std=0.5),
 }
 
 

@@ -37,9 +37,10 @@ def test_pieces_on_three_processes_are_the_whole() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_pieces_however_cut_are_the_whole(ranks: int) -> None:
-    check(run("ops", ranks, True))
+    check(run("ops", ranks, True, seconds=1700))
 
 
 def test_a_piece_of_a_packing_knows_what_began_before() -> None:

@@ -159,8 +159,8 @@ def launch(plans: list[dict[str, Any]], ranks: int = 2) -> subprocess.Popen[str]
     return torchrun("-m", "tests.train.small", json.dumps(plans), ranks=ranks)
 
 
-def finish(process: subprocess.Popen[str], expected: int = 0) -> str:
-    output, _ = process.communicate(timeout=300)
+def finish(process: subprocess.Popen[str], expected: int = 0, seconds: float = 300) -> str:
+    output, _ = process.communicate(timeout=seconds)
     assert process.returncode == expected, output
     return output
 

@@ -14,7 +14,7 @@ from headmax import durable
 from headmax.train.checkpoint import list_checkpoints, step_of
 from headmax.train.metrics import read_lines
 from headmax.train.parallel import World
-from headmax.train.trainer import sole_run
+from headmax.train.trainer import RUN
 from tests.train.small import command, finish, losses, parameters, start, torchrun, wait_for_step
 
 EVERY = 4
@@ -74,9 +74,10 @@ def test_twenty_kills(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_torchrun_restarts_when_one_of_four_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [["strategy", "fsdp", "shard", "2"], ["context", "2", "tensor", "2"]])
+def test_torchrun_restarts_when_one_of_four_is_killed(options: list[str], tmp_path: Path) -> None:
     """The others end within a minute, all start again and go on from the last checkpoint."""
-    spread = ["--parallel.strategy", "fsdp", "--parallel.shard", "2", "--max-steps", "30"]
+    spread = [word if n % 2 else f"--parallel.{word}" for n, word in enumerate(options)] + ["--max-steps", "30"]
     disturbed, whole = tmp_path / "run", tmp_path / "whole"
     finish(torchrun(*command(whole, *spread), ranks=4))
     run = torchrun("--max-restarts", "2", *command(disturbed, *spread), ranks=4)
@@ -87,6 +88,7 @@ def test_torchrun_restarts_when_one_of_four_is_killed(tmp_path: Path) -> None:
     output = finish(run)
     lines = list(read_lines(disturbed / "metrics.jsonl"))
     assert "resumed from step" in output
+    assert f"Signal 9 (SIGKILL) received by PID {workers[-1]}" in output
     assert next(line["time"] for line in lines if line["time"] > killed + 1) - killed < 60
     assert [line["step"] for line in lines] == list(range(1, 31))
     assert losses(disturbed) == losses(whole)
@@ -110,7 +112,7 @@ def test_all_ranks_hear_that_a_folder_is_taken(tmp_path: Path, monkeypatch: pyte
         for rank in (0, 1):
             with (
                 pytest.raises(ValueError, match="another process is writing to it"),
-                sole_run(tmp_path, World(rank, 2, torch.device("cpu"), None)),
+                World(rank, 2, torch.device("cpu"), None).sole_user(tmp_path, RUN),
             ):
                 pass
     assert told[1] is None

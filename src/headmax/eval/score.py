@@ -13,34 +13,44 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from headmax import durable
 from headmax.eval import requests
 from headmax.eval.requests import Request
 from headmax.eval.scores import ScoreFile
 from headmax.eval.scoring import Scorer
 from headmax.train.faults import DeviceLost, check_device
 from headmax.train.loading import has_tokenizer, load_model, load_tokenizer
+from headmax.train.parallel import World, join
 
 REQUESTS, SCORES = "requests.jsonl", "scores.jsonl"
-"""The files in a work folder."""
+"""The files in a work folder; while several processes score, those after the first have scores-1.jsonl, scores-2.jsonl, ..."""
 
 
-def score(scorer: Scorer, asked: Mapping[str, Sequence[Request]], file: ScoreFile, say: Callable[[str, int, int], None]) -> list[str]:
-    """Answers what has no answer yet, task by task, each batch on disk before the next begins; one line for each task that failed.
+def score(
+    scorer: Scorer,
+    asked: Mapping[str, Sequence[Request]],
+    file: ScoreFile,
+    say: Callable[[str, int, int], None],
+    own: ScoreFile | None = None,
+) -> list[str]:
+    """Answers what has no answer in `file`, task by task, each batch on disk before the next begins; one line for each task that failed.
 
+    `own` takes the answers, where others write to the file.
     DeviceLost ends it at once: no task after it could be scored.
     """
-    file.begin(scorer.source)
-    failures = []
+    own = file if own is None else own
+    own.begin(scorer.source)
+    failures, known = [], set(file.scores)
     for task, wanted in asked.items():
-        missing = {request.id: request for request in wanted if request.id not in file.scores}
+        missing = {request.id: request for request in wanted if request.id not in known}
+        known |= set(missing)
         done, total = 0, len(missing)
         say(task, done, total)
         try:
             for scores in scorer(missing.values()):
-                file.add(scores)
+                own.add(scores)
                 done += len(scores)
-                say(task, done, total)
+                say(task, min(done * scorer.ranks, total), total)
+            say(task, total, total)
         except (ValueError, RuntimeError) as error:  # such as no memory left for this task's lengths
             check_device(scorer.model.device, f"task {task}")
             failures.append(f"task {task}: {str(error).splitlines()[0]}")
@@ -48,18 +58,42 @@ def score(scorer: Scorer, asked: Mapping[str, Sequence[Request]], file: ScoreFil
 
 
 def score_folder(
+    world: World,
     checkpoint: str | Path,
     tokenizer: str | Path,
     work: Path,
-    device: str | None,
     dtype: str | None,
     batch_tokens: int | None,
     say: Callable[[str, int, int], None],
 ) -> list[str]:
-    """scores.jsonl beside requests.jsonl in a work folder; `say` hears of a task, requests done and requests to do."""
-    asked = requests.read(work / REQUESTS)
-    model = load_model(checkpoint, device or ("cuda" if torch.cuda.is_available() else "cpu"), getattr(torch, dtype) if dtype else None)
-    return score(Scorer(model, find_tokenizer(tokenizer), batch_tokens), asked, ScoreFile(work / SCORES), say)
+    """scores.jsonl beside requests.jsonl in a work folder; `say` hears of a task, requests done and requests to do.
+
+    Ranks take turns with batches and write files of their own, which become one at the end, or when an interrupted evaluation goes on.
+    """
+    world.first(lambda: collect(work))
+    asked, file = requests.read(work / REQUESTS), ScoreFile(work / SCORES)
+    model = load_model(checkpoint, world.device, getattr(torch, dtype) if dtype else None)
+    scorer = Scorer(model, find_tokenizer(tokenizer), batch_tokens)
+    scorer.share_with(world)  # all have read the file now
+    failures = score(scorer, asked, file, say, None if world.main else ScoreFile(part(work, world.rank)))
+    failures = list(dict.fromkeys(line for lines in world.gather(failures) for line in lines))
+    world.first(lambda: collect(work))
+    return failures
+
+
+def part(work: Path, rank: int | str) -> Path:
+    """Where a rank after the first writes its scores."""
+    return work / f"{SCORES.removesuffix('.jsonl')}-{rank}.jsonl"
+
+
+def collect(work: Path) -> None:
+    """The scores of all ranks in one file."""
+    for path in sorted(work.glob(part(work, "*").name)):
+        file, more = ScoreFile(work / SCORES), ScoreFile(path)
+        if more.source is not None:
+            file.begin(more.source)
+            file.add(score for score in more.scores.values() if score.id not in file.scores)
+        path.unlink()
 
 
 def find_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase | None:
@@ -82,8 +116,9 @@ def main() -> None:
 
     try:
         place = (given.checkpoint, given.tokenizer or given.checkpoint, given.work)
-        with durable.sole_user(given.work):
-            failures = score_folder(*place, given.device, given.dtype, given.batch_tokens, say)
+        with join(given.device) as world, world.sole_user(given.work):
+            shown = say if world.main else lambda task, done, total: None
+            failures = score_folder(world, *place, given.dtype, given.batch_tokens, shown)
     except (ValueError, OSError) as error:
         failures = [str(error)]
     except DeviceLost as error:

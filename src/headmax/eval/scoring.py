@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +22,11 @@ from headmax.layers.mixers.state import RecurrentState
 from headmax.models import HeadmaxCache, HeadmaxForCausalLM
 from headmax.ops import Packing
 from headmax.records import current_commit, describe_device
+from headmax.train.parallel import World
 
+Item = TypeVar("Item")
+TEXTS = 16
+"""Texts that a model with attention layers generates at a time."""
 LOGIT_ROWS = 1024
 """Positions whose logits are in memory at a time."""
 STATE_BYTES = 2**30
@@ -53,6 +59,16 @@ class Scorer:
         memory = torch.cuda.mem_get_info(model.device)[0] // 8 if gpu else STATE_BYTES
         tokens = batch_tokens or (65_536 if gpu else 16_384)
         self.limits = Limits(tokens, max(1, min(MAX_ROWS, memory // self.state_bytes)), mixed=tokens if gpu else 128)
+        self.rank, self.ranks, self.calls = 0, 1, 0
+
+    def share_with(self, world: World) -> None:
+        """Each rank answers its share of the requests of every call: the batches that one process would make, in turns."""
+        self.rank, self.ranks = world.rank, world.size
+        self.limits = replace(self.limits, rows=min(world.gather(self.limits.rows)))  # free memory differs, batches must not
+
+    def _turns(self, batches: Iterable[Item]) -> Iterator[Item]:
+        """Those of this rank. The first batch of a call goes to another rank each time: small tasks have no second one."""
+        return (batch for n, batch in enumerate(batches, self.calls) if n % self.ranks == self.rank)
 
     @property
     def source(self) -> Source:
@@ -62,6 +78,7 @@ class Scorer:
     @torch.no_grad()
     def __call__(self, requests: Iterable[Request]) -> Iterator[list[Score]]:
         """The scores of all requests, batch by batch, in no particular order; equal requests are answered once."""
+        self.calls += 1
         by_context: dict[tuple[int, ...], list[Request]] = {}
         for request in {request.id: request for request in requests}.values():
             by_context.setdefault(request.context, []).append(request)
@@ -81,7 +98,9 @@ class Scorer:
                 else:
                     alone.append(request)
         yield from self._alone(alone)
-        yield from self._texts([(request, None) for request in texts])
+        texts.sort(key=lambda request: len(request.context))
+        for start in self._turns(range(0, len(texts), TEXTS)):
+            yield from self._texts([(request, None) for request in texts[start : start + TEXTS]])
         yield from self._forked(forked)
 
     def answers(self, requests: Iterable[Request]) -> dict[str, Score]:
@@ -91,7 +110,7 @@ class Scorer:
     def _alone(self, requests: list[Request]) -> Iterator[list[Score]]:
         """Requests that do not share their contexts."""
         rows = sorted(((_inputs(request), request) for request in requests), key=lambda row: -len(row[0]))
-        for group in split([len(tokens) for tokens, _ in rows], self.limits, padded=not self.forks):
+        for group in self._turns(split([len(tokens) for tokens, _ in rows], self.limits, padded=not self.forks)):
             inputs, asked = [rows[n][0] for n in group], [rows[n][1] for n in group]
             found = self._predict(inputs, [request.targets for request in asked])
             yield _sums(asked, *found, [n for n, request in enumerate(asked) for _ in request.targets])
@@ -129,7 +148,7 @@ class Scorer:
     def _forked(self, by_context: dict[tuple[int, ...], list[Request]]) -> Iterator[list[Score]]:
         """Requests that continue from the state of a shared context."""
         waiting: list[tuple[Request, PrefixState | None]] = []
-        for batch in batches(list(by_context), self.limits):
+        for batch in self._turns(batches(list(by_context), self.limits)):
             last, cache = self._read(batch)
             asked = [(n, request) for n, context in enumerate(batch.contexts) for request in by_context[context]]
             if scored := [(n, request) for n, request in asked if request.kind == "loglikelihood"]:
@@ -197,7 +216,7 @@ class Scorer:
 
     def _texts(self, asked: Sequence[tuple[Request, PrefixState | None]]) -> Iterator[list[Score]]:
         """Greedy continuations, until a stop string, the end-of-text token or the request's most tokens; contexts may be read already."""
-        rows = self.limits.rows if self.forks else 16
+        rows = self.limits.rows if self.forks else TEXTS
         order = sorted(asked, key=lambda row: len(row[0].context))
         for start in range(0, len(order), rows):
             members = order[start : start + rows]

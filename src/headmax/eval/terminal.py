@@ -18,6 +18,7 @@ from headmax.eval.score import REQUESTS, SCORES, find_tokenizer, score_folder
 from headmax.eval.scores import ScoreFile
 from headmax.tables import Table
 from headmax.train.loading import load_config
+from headmax.train.parallel import World, join
 
 RECORDS = "records.jsonl"
 WORK = durable.Owner("an earlier evaluation", lambda folder: any((folder / name).is_file() for name in (REQUESTS, SCORES, RECORDS)))
@@ -46,10 +47,10 @@ def make_requests(evaluation: Evaluation, tasks: Sequence[str], place: Place) ->
             console.print(f"{task}: {cut['requests']:,} of {len(asked):,} requests truncated, by {cut['tokens']:,} tokens in total")
 
 
-def make_scores(place: Place, device: str | None, dtype: str | None, batch_tokens: int | None) -> list[str]:
+def make_scores(world: World, place: Place, dtype: str | None, batch_tokens: int | None) -> list[str]:
     """Stage 2: scores.jsonl; one line for each task that could not be scored."""
     columns = (TextColumn("{task.description:20}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with Progress(*columns, console=Console(stderr=True), disable=not world.main) as progress:
         bars: dict[str, Any] = {}
 
         def say(task: str, done: int, total: int) -> None:
@@ -57,7 +58,7 @@ def make_scores(place: Place, device: str | None, dtype: str | None, batch_token
                 bars[task] = progress.add_task(task, total=total)
             progress.update(bars[task], completed=done)
 
-        return score_folder(place.checkpoint, place.tokenizer, place.work, device, dtype, batch_tokens, say)
+        return score_folder(world, place.checkpoint, place.tokenizer, place.work, dtype, batch_tokens, say)
 
 
 def make_metrics(evaluation: Evaluation, tasks: Sequence[str], place: Place, out: Path | None) -> None:
@@ -91,19 +92,18 @@ def run(
     dtype: str | None,
     batch_tokens: int | None,
 ) -> list[str]:
-    """Runs a stage or all of them; one line for each task that could not be done."""
-    durable.claim(place.work, WORK)
+    """Runs a stage or all of them; one line for each task that could not be done, on the first rank."""
     records.check(out or place.work / RECORDS)
     config = load_config(place.checkpoint)
     wanted, failures = names.expand(tasks, config.vocab_size)
     if not wanted:
         return failures
     evaluation = Evaluation(config, find_tokenizer(place.tokenizer), settings, failures)
-    with durable.sole_user(place.work):
+    with join(device) as world, world.sole_user(place.work, WORK):
         if stage in ("all", "requests"):
-            make_requests(evaluation, wanted, place)
+            world.first(lambda: make_requests(evaluation, wanted, place))
         if stage in ("all", "score"):
-            failures += make_scores(place, device, dtype, batch_tokens)
+            failures += make_scores(world, place, dtype, batch_tokens)
         if stage in ("all", "metrics"):
-            make_metrics(evaluation, wanted, place, out)
-    return failures
+            world.first(lambda: make_metrics(evaluation, wanted, place, out))
+        return failures if world.main else []

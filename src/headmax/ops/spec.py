@@ -70,6 +70,8 @@ class Spec:
     """Multiply-adds x 2 of the forward pass, chunked by CHUNK_FOR_FLOPS."""
     extra_numbers: Callable[[Case], int]
     """How many numbers beside q, k, v, o the forward pass reads."""
+    transition: Callable[[Case], int] | None = None
+    """How many numbers of a head say what a piece of a sequence does to the state before it; None where the op takes no pieces."""
 
     def inputs(self, case: Case, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", seed: int = 0) -> dict[str, Any]:
         """Keyword arguments for the op, drawn anew from the seed. Gates, decay and beta stay float32 beside bfloat16 q, k, v."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from headmax import durable
 from headmax.train.config import TrainConfig
+
+PATIENCE = timedelta(days=1)
+"""How long ranks wait for one that works alone; torchrun ends them where it has died."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,34 @@ class World:
         dist.broadcast_object_list(box, src=0, group=self.host_group)
         return box[0]
 
+    def first(self, work: Callable[[], Any]) -> Any:
+        """What the first rank's work gives, on all ranks; where it cannot be done they all raise its error."""
+        result: Any = None
+        if self.main:
+            try:
+                result = None, work()
+            except (ValueError, OSError) as error:
+                if self.size == 1:
+                    raise
+                result = error, None
+        failed, given = self.share(result)
+        if failed is not None:
+            raise failed
+        return given
+
+    @contextlib.contextmanager
+    def sole_user(self, folder: Path, owner: durable.Owner | None = None) -> Iterator[None]:
+        """Keeps other programs out of a folder, which must be the owner's or empty: the first rank holds it."""
+        with contextlib.ExitStack() as held:
+
+            def take() -> None:
+                if owner is not None:
+                    durable.claim(folder, owner)
+                held.enter_context(durable.sole_user(folder))
+
+            self.first(take)
+            yield
+
     def gather(self, message: Any) -> list[Any]:
         """Every rank's message, on all ranks."""
         if self.size == 1:
@@ -104,7 +138,7 @@ def join(device: str | None, context: int = 1, tensor: int = 1) -> Iterator[Worl
     if mine.type == "cuda":
         torch.cuda.set_device(mine)
     there = dist.is_initialized()
-    if not there and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if not there and (int(os.environ.get("WORLD_SIZE", 1)) > 1 or dist.is_torchelastic_launched()):
         # PyTorch 2.13: processes that torchrun starts again find the store of those before, and gloo connects to addresses that are gone.
         store, rank, size = next(dist.rendezvous("env://"))
         store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
@@ -119,12 +153,19 @@ def join(device: str | None, context: int = 1, tensor: int = 1) -> Iterator[Worl
         check_pieces(size, context, tensor)
         shape = size // (context * tensor), context, tensor
         group = init_device_mesh(mine.type, shape).get_group(1) if context > 1 else None
-        yield World(dist.get_rank(), size, mine, dist.new_group(backend="gloo"), group, tensor)
+        yield World(dist.get_rank(), size, mine, dist.new_group(backend="gloo", timeout=PATIENCE), group, tensor)
     finally:
         if not there:
             dist.destroy_process_group()
 
 
+def spreads(config: TrainConfig, world: World) -> bool:
+    """Whether DDP, FSDP or another direction is at work. FSDP is on one process too, where torchrun started it."""
+    return world.size > 1 or (config.parallel.strategy == "fsdp" and dist.is_initialized())
+
+
 def graphed(config: TrainConfig, world: World) -> bool:
     """Whether micro-steps are CUDA graphs."""
-    return world.device.type == "cuda" and world.size == 1 and config.compute.cuda_graph is not False and not config.against_graphs
+    return (
+        world.device.type == "cuda" and not spreads(config, world) and config.compute.cuda_graph is not False and not config.against_graphs
+    )

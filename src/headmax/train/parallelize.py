@@ -8,6 +8,8 @@
 5. DDP or FSDP over all ranks with the same piece of the parameters, those that share a sequence among them: the same gradients are summed
    in one message. FSDP has a group for each block, gathered before the block runs and freed after it. DDP does not know pieces of
    parameters: beside tensor parallelism its place takes FSDP over one process each, with copies over all the others.
+
+Numbers in `Replica` are these. Gradient accumulation is around all of it: ranks sum gradients in the last micro-step alone.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from headmax.models import HeadmaxForCausalLM
 from headmax.train.config import ParallelConfig, TrainConfig
-from headmax.train.parallel import World
+from headmax.train.parallel import World, spreads
 
 
 def replicated(model: nn.Module) -> list[nn.Parameter]:
@@ -55,34 +57,41 @@ class Replica:
 
     def __init__(self, model: HeadmaxForCausalLM, config: TrainConfig, world: World) -> None:
         nn.Module.to(model, world.device).train()
-        mesh = ranks_of(world, config.parallel) if world.size > 1 else None
-        if mesh is not None and world.tensor > 1:
-            model.set_tensor_mesh(mesh["tensor"])
-        model.model.set_context_group(world.context_group)
         self.model, self.module, self.world = model, cast(nn.Module, model), world
-        narrow = config.compute.precision == "bfloat16"
-        self.autocast = torch.autocast(world.device.type, torch.bfloat16, enabled=narrow)
+        self.narrow = config.compute.precision == "bfloat16"
+        self.autocast = torch.autocast(world.device.type, torch.bfloat16, enabled=self.narrow)
         self.replicated: list[nn.Parameter] = []
         """Parameters whose gradients are summed here, not by DDP or FSDP."""
-        if config.compute.activation_checkpointing:
+        mesh = ranks_of(world, config.parallel) if spreads(config, world) else None
+        if mesh is not None and world.tensor > 1:  # 1
+            model.set_tensor_mesh(mesh["tensor"])
+        model.model.set_context_group(world.context_group)  # 2
+        if config.compute.activation_checkpointing:  # 3
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         compiled = config.compute.compile
-        if world.device.type == "cuda" if compiled is None else compiled:
+        if world.device.type == "cuda" if compiled is None else compiled:  # 4
             model.model.compile_blocks()
-        if mesh is not None and world.tensor == 1 and config.parallel.strategy == "ddp":
+        if mesh is not None and world.tensor == 1 and config.parallel.strategy == "ddp":  # 5
             self.module = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        elif mesh is not None and world.size > world.tensor:
-            # Blocks' matrices travel in what the products compute in, gradients are summed in float32, and autocast alone casts
-            # activations: FSDP would also round the angles of rotary positions. The embedding stays float32, as a bfloat16 one
-            # would have its gradient rounded, which autocast does not do.
-            policy = MixedPrecisionPolicy(torch.bfloat16 if narrow else None, torch.float32, cast_forward_inputs=False)
-            spread = mesh["shard"] if mesh["copy"].size() == 1 else mesh["copy", "shard"]
-            self.alike = init_device_mesh(world.device.type, (world.size // world.tensor, world.tensor)).get_group(0)
-            self.replicated = replicated(model)
-            ignored = set(self.replicated)
-            for block in model.model.layers:
-                fully_shard(block, mesh=spread, mp_policy=policy, ignored_params=ignored)
-            fully_shard(model, mesh=spread, mp_policy=replace(policy, param_dtype=None), ignored_params=ignored)
+        elif mesh is not None and (world.size > world.tensor or world.size == 1):
+            self.shard(mesh)
+
+    def shard(self, mesh: DeviceMesh) -> None:
+        """FSDP's group for each block, and one for embedding and last layer.
+
+        Blocks' matrices travel in what the products compute in, gradients are summed in float32, and autocast alone casts activations: FSDP
+        would also round the angles of rotary positions. The embedding stays float32, as a bfloat16 one would have its gradient rounded,
+        which autocast does not do.
+        """
+        policy = MixedPrecisionPolicy(torch.bfloat16 if self.narrow else None, torch.float32, cast_forward_inputs=False)
+        spread = mesh["shard"] if mesh["copy"].size() == 1 else mesh["copy", "shard"]
+        tensor = self.world.tensor
+        self.alike = init_device_mesh(self.world.device.type, (self.world.size // tensor, tensor)).get_group(0)
+        self.replicated = replicated(self.model)
+        ignored = set(self.replicated)
+        for block in self.model.model.layers:
+            fully_shard(block, mesh=spread, mp_policy=policy, ignored_params=ignored)
+        fully_shard(self.model, mesh=spread, mp_policy=replace(policy, param_dtype=None), ignored_params=ignored)
 
     @contextlib.contextmanager
     def micro_step(self, last: bool) -> Iterator[None]:

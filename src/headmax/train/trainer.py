@@ -65,7 +65,7 @@ def training(
     tokenizer_files = {} if tokenizer is None else read_tokenizer_files(tokenizer)
     with (
         join(config.device, config.parallel.context, config.parallel.tensor) as world,
-        sole_run(out, world),
+        world.sole_user(out, RUN),
         preserve_rng(world.device),
         ignore_single_process_warning(),
     ):
@@ -106,22 +106,6 @@ def read_tokenizer_files(folder: Path) -> dict[str, str]:
 
 
 RUN = durable.Owner("a run of headmax train", is_run)
-
-
-@contextlib.contextmanager
-def sole_run(out: Path, world: World) -> Iterator[None]:
-    """Keeps a second run out of the folder: the first rank holds it, and all ranks hear where it is held already."""
-    refused = None
-    with contextlib.ExitStack() as held:
-        if world.main:
-            try:
-                durable.claim(out, RUN)
-                held.enter_context(durable.sole_user(out))
-            except ValueError as error:
-                refused = str(error)
-        if refused := world.share(refused):
-            raise ValueError(refused)
-        yield
 
 
 def preserve_rng(device: torch.device) -> contextlib.AbstractContextManager[None]:

@@ -134,6 +134,8 @@ class AttentionConfig(MixerConfig):
 class Attention(nn.Module):
     """softmax(q k^T / sqrt(d)) v per head, with rotary positions."""
 
+    of_all_heads = ("q_norm", "k_norm")
+    """Names of the parts that are not of single heads."""
     context_group: ProcessGroup | None = None
     """Context parallelism: ranks with consecutive pieces of equal length of every sequence; keys and values are gathered."""
 
@@ -231,7 +233,7 @@ class Attention(nn.Module):
         """Splits the heads over the ranks of the mesh."""
         for name, projection in (("heads", self.q_proj), ("key heads", self.k_proj)):
             divide(f"the {name} of Attention", projection.out_features // self.head_dim, mesh.size())
-        shard_part(self, mesh, "o_proj", ("q_norm", "k_norm"))
+        shard_part(self, mesh, "o_proj", self.of_all_heads)
 
     def flops(self, length: int) -> float:
         """FLOPs of scores and output per token of a sequence of that length, forward."""

@@ -104,6 +104,11 @@ class RecurrentMixer(Initialized):
         """What `HeadGateConfig.build` asks for."""
         return {"hidden_size": self.q_proj.in_features, "num_heads": self.num_v_heads, "head_dim": self.head_k_dim}
 
+    @property
+    def of_all_heads(self) -> tuple[str, ...]:
+        """Names of the parts that tensor parallelism does not split."""
+        return (*self.shared, "output_norm") if self.output_norm.kind == "head" else self.shared
+
     def set_tensor_mesh(self, mesh: DeviceMesh) -> None:
         """Splits the heads over the ranks of the mesh."""
         group, ranks, norm = mesh.get_group(), mesh.size(), self.output_norm
@@ -115,7 +120,7 @@ class RecurrentMixer(Initialized):
         norm.tensor_group = group
         if self.head_gate is not None:
             self.head_gate.tensor_group = group
-        shard_part(self, mesh, "o_proj", (*self.shared, *(["output_norm"] if norm.kind == "head" else [])))
+        shard_part(self, mesh, "o_proj", self.of_all_heads)
 
     def fusible(self) -> bool:
         """Whether fused ops may take the weights of its parts: all are as they were built."""

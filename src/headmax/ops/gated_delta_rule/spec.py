@@ -28,4 +28,5 @@ SPEC = Spec(
     # K K^T, Q K^T, the solve for V + K columns, the product with U; reading, erasing and writing the state
     flops=lambda case: intra_inter_flops(case, intra=3 * case.key + 2 * case.value, inter=3),
     extra_numbers=lambda case: 2 * case.batch * case.time * case.out_heads,
+    transition=lambda case: case.key**2,
 )

@@ -15,4 +15,5 @@ SPEC = Spec(
     cases=CASES + tuple(replace(case, decay="mixed") for case in (CASES[1], CASES[3], CASES[8], CASES[9])),
     flops=lambda case: intra_inter_flops(case, intra=case.key + case.value, inter=2),
     extra_numbers=lambda case: case.batch * case.time * case.heads * case.key,
+    transition=lambda case: case.key,
 )

@@ -34,4 +34,5 @@ SPEC = Spec(
     + GROUPED,
     flops=lambda case: intra_inter_flops(case, intra=case.key + case.value, inter=2),
     extra_numbers=lambda case: case.batch * case.time * case.out_heads * (case.decay in ("soft", "mixed")),
+    transition=lambda _: 1,
 )
