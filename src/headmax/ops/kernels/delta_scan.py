@@ -138,15 +138,16 @@ def delta_scan_kernel(
             b_s = decayed(b_s, half, CHANNEL)
         b_rounded = b_s.to(b_sk.dtype)
         b_u = (b_wv.to(tl.float32) - tl.dot(b_wk, b_rounded, input_precision=PRECISION)).to(b_sk.dtype)
+        if out is not None:
+            p_o, m_o = tile(out, token, count, head, v_start, H, V, C, BV)
         if states is not None:
-            p_s, m_s = state_tile(states, index, 0, v_start, K, V, BK, BV)
             p_u, m_u = tile(u, token, count, head, v_start, H, V, C, BV)
+            p_s, m_s = state_tile(states, index, 0, v_start, K, V, BK, BV)
             tl.store(p_s, b_rounded, mask=m_s)
             tl.store(p_u, b_u, mask=m_u)
         b_s = write(b_s, b_sk, b_u, chunk_decay, half, rest, index, CHANNEL, PRECISION)
         if out is not None:
             b_o = tl.dot(b_a, b_u, tl.dot(b_sq, b_rounded, input_precision=PRECISION), input_precision=PRECISION)
-            p_o, m_o = tile(out, token, count, head, v_start, H, V, C, BV)
             tl.store(p_o, b_o.to(out.dtype.element_ty), mask=m_o)
         token += C
     p_f, m_f = state_tile(final, o_sequence, 0, v_start, K, V, BK, BV)
