@@ -7,8 +7,9 @@ from typing import Annotated
 
 from headmax.cli.options import Folder, OutFile, OutFolder, metavar
 
-PAGES = tuple(
-    map(Path, ("README.md", *(f"docs/{page}.md" for page in ("training", "performance", "performance-details", "choosing-gates"))))
+PAGES = (
+    Path("README.md"),
+    *(Path("docs", f"{page}.md") for page in ("training", "performance", "performance-details", "choosing-gates")),
 )
 """Those with generated sections."""
 

@@ -84,14 +84,8 @@ def kernels_gpu() -> str:
 
 def kernels_gpu_runs() -> str:
     """Where the figures of `kernels_gpu` come from."""
-    columns = [
-        "op, case",
-        "gates: processes",
-        "commit",
-        "headmax in the run with the peer, ms",
-        "flash-linear-attention, ms",
-        "commit of that run",
-    ]
+    columns = ["op, case", "gates: processes", "commit"]
+    columns += ["headmax in the run with the peer, ms", "flash-linear-attention, ms", "commit of that run"]
     rows = []
     for x in op_times():
         commits = ", ".join(dict.fromkeys(r.commit[:7] for r in (*x.now, *x.gates)))
@@ -116,8 +110,8 @@ def steps() -> str:
         ours, theirs = ([values[case, impl, f"{variant}/{speed}"] for variant in ("plain", "softmax")] for impl in ("headmax", "fla"))
         cells = [*(f"{r.value:,.0f}" for r in ours), percent(gates.value, *gates.extra["interval"]), *(f"{r.value:,.0f}" for r in theirs)]
         rows.append([recipe, *cells, f"{ours[1].value / theirs[1].value:.2f}x"])
-    note = "Float32 parameters, bfloat16 compute, fused AdamW, CUDA graphs; ours compiled block by block, flash-linear-attention not compiled,\n"
-    return "\n".join([markdown(columns, rows), "", f"{note}with gates in plain PyTorch. {gates.device}."])
+    note = "Float32 parameters, bfloat16 compute, fused AdamW, CUDA graphs. headmax is compiled block by block; flash-linear-attention\n"
+    return "\n".join([markdown(columns, rows), "", f"is not compiled and has its gates in plain PyTorch. {gates.device}."])
 
 
 def steps_runs() -> str:
@@ -128,9 +122,8 @@ def steps_runs() -> str:
     for recipe in STEPS:
         for impl, name in {"headmax": "headmax", "fla": "flash-linear-attention"}.items():
             for variant, title in {"plain": "no gates", "softmax": "softmax gates"}.items():
-                one = {what: values[f"{recipe} 4096x8", impl, f"{variant}/{what}"] for what in ("peak memory", "MFU", "tokens per second")}
-                cells = [f"{one['peak memory'].value:.1f}", f"{one['MFU'].value:.0%}", one["tokens per second"].commit[:7]]
-                rows.append([recipe, name, title, *cells])
+                memory, used = (values[f"{recipe} 4096x8", impl, f"{variant}/{what}"] for what in ("peak memory", "MFU"))
+                rows.append([recipe, name, title, f"{memory.value:.1f}", f"{used.value:.0%}", used.commit[:7]])
     other = next(r for r in found if r.metric == "transformer/tokens per second")
     cold = [r for r in found if r.metric.endswith("first step, empty caches")]
     first = ", ".join(f"{r.metric.split('/')[0]} {r.value:.0f} s" for r in cold)
@@ -158,8 +151,11 @@ def decoding() -> str:
         cells = [f"{near.value:.3f}", f"{far.value:.3f}", f"{1e3 * batch / near.value:,.0f}", f"{share:.0%}", f"{ratio:.3f}"]
         rows.append([str(batch), *cells])
     whole = values["softmax-gla-340m batch 1 context 1024 decoded 16384", "end to end"]
-    note = f"bfloat16 weights, float32 state, {whole.device}, commit {whole.commit[:7]}. The bandwidth is that of a copy; a step reads every weight\n"
-    note += f"once, and reads and writes every state. Generating 16,384 tokens after a prompt of 1,024 takes {whole.value:.1f} s from call to text."
+    note = (
+        f"bfloat16 weights, float32 state, {whole.device}, commit {whole.commit[:7]}. The bandwidth is that of a copy. A step reads every\n"
+    )
+    note += "weight once, and reads and writes every state. Generating 16,384 tokens after a prompt of 1,024 takes\n"
+    note += f"{whole.value:.1f} s from call to text."
     others = []
     for recipe in ("retnet-340m", "gdn-340m"):
         first = values[f"softmax-{recipe} batch 1 context 1024", "latency per token"]
