@@ -111,7 +111,7 @@ def steps() -> str:
         cells = [*(f"{r.value:,.0f}" for r in ours), percent(gates.value, *gates.extra["interval"]), *(f"{r.value:,.0f}" for r in theirs)]
         rows.append([recipe, *cells, f"{ours[1].value / theirs[1].value:.2f}x"])
     note = "Float32 parameters, bfloat16 compute, fused AdamW, CUDA graphs. headmax is compiled block by block; flash-linear-attention\n"
-    return "\n".join([markdown(columns, rows), "", f"is not compiled and has its gates in plain PyTorch. {gates.device}."])
+    return "\n".join([markdown(columns, rows), "", f"{note}is not compiled and has its gates in plain PyTorch. {gates.device}."])
 
 
 def steps_runs() -> str:
