@@ -38,6 +38,9 @@ SERIES = {
     f"{PEER}, softmax gates": COLOURS[1],
 }
 """Blue is ours, red theirs; dark without gates, light with them."""
+README_MODEL, README_COMMIT = "gdn-340m", "5b63018"
+"""What README's chart and table are of."""
+SPEED, MEMORY = "tokens per second", "peak memory"
 BESIDE, LONG = (4096, 8), 65_536
 """Length and batch at which the peer was timed; tokens of a step that was timed at several lengths."""
 
@@ -83,6 +86,14 @@ def training_step(results: Results, metric: str) -> Points:
             yield ATTENTION, (ATTENTION, *size), None, record.value
         elif variant in GATES:
             yield f"{PEER if record.impl == 'fla' else OURS}, {GATES[variant]}", (TITLES[match[1]], *size), None, record.value
+
+
+def one_commit(results: Results) -> Points:
+    """README's training steps: one model, one size, one commit."""
+    for record in results.records:
+        variant, _, what = record.metric.partition("/")
+        if (record.case, what) == (f"{README_MODEL} 4096x8", SPEED) and record.commit.startswith(README_COMMIT):
+            yield PEER if record.impl == "fla" else OURS, GATES[variant], None, record.value
 
 
 def generation(results: Results) -> Points:
@@ -150,6 +161,19 @@ def draw_training(lines: Lines, unit: str) -> Any:
     return picture
 
 
+def draw_one_commit(lines: Lines) -> Any:
+    """A bar per library and kind of gates, with its value."""
+    picture, axes = subplots(figsize=(WIDTH, 1.9))
+    rows = [(f"{impl}, {gates}", values[0]) for impl, found in lines.items() for gates, values in found.items()]
+    rows.sort(key=lambda row: list(SERIES).index(row[0]), reverse=True)
+    bars = axes.barh([name for name, _ in rows], [value for _, value in rows], color=[SERIES[name] for name, _ in rows])
+    axes.bar_label(bars, [f"{value:,.0f}" for _, value in rows], padding=3)
+    axes.set(xlabel=f"tokens per second, {README_MODEL}", xlim=(0, 1.2 * max(value for _, value in rows)))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.grid(axis="y", visible=False)
+    return picture
+
+
 def draw_latency(lines: Lines) -> Any:
     """A text's time over its tokens."""
     picture, axes = subplots(figsize=(WIDTH, 3.2))
@@ -193,6 +217,11 @@ def find_training(lines: Lines, what: str) -> str:
     return f"{what} with softmax gates, as a multiple of {PEER}'s: {', '.join(ratios) or MISSING}"
 
 
+def find_one_commit(lines: Lines) -> str:
+    ratios = [f"{lines[OURS][gates][0] / lines[PEER][gates][0]:.2f} times with {gates}" for gates in GATES.values()]
+    return f"Training {README_MODEL}, headmax reaches the tokens per second of {PEER} {' and '.join(ratios)}"
+
+
 def find_latency(lines: Lines) -> str:
     """What gates add."""
     plain, gated = (lines.get(gates, {}) for gates in GATES.values())
@@ -202,7 +231,7 @@ def find_latency(lines: Lines) -> str:
 
 
 WIKITEXT = "train the models (headmax train) and run headmax eval on wikitext"
-SPEED, MEMORY, BENCH = "tokens per second", "peak memory", "python -m lab bench train"
+BENCH = "python -m lab bench train"
 FIGURES = {
     "scaling": Figure(
         "WikiText perplexity over size",
@@ -221,6 +250,7 @@ FIGURES = {
     "differences": Figure(
         "Softmax gates in small language models", differences, draw_differences, find_differences, "small language models of several seeds"
     ),
+    "speed": Figure("Training speed", one_commit, draw_one_commit, find_one_commit, BENCH),
     "throughput": Figure(
         "Training throughput",
         lambda results: training_step(results, SPEED),

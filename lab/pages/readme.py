@@ -16,6 +16,7 @@ from headmax.records import Record
 from headmax.tables import markdown
 from lab import RESULTS
 from lab.package import DEMO, seed_scores
+from lab.pages import figures
 from lab.study.earlier import LINEAR, TITLES, Results, Run, show
 
 
@@ -207,7 +208,7 @@ def findings() -> str:
 
 def speed() -> str:
     """Training steps of one commit, and the peer's."""
-    recipe, commit = "gdn-340m", "5b63018"
+    recipe, commit = figures.README_MODEL, figures.README_COMMIT
     found = [r for r in records.read(RESULTS / "train_h200.jsonl") if r.case == f"{recipe} 4096x8" and r.commit.startswith(commit)]
     values = {(r.impl, r.metric): r for r in found}
     rows = []
@@ -218,18 +219,20 @@ def speed() -> str:
             gates = {"plain": "no gates", "softmax": "softmax gates" if impl == "headmax" else "softmax gates in plain PyTorch"}[variant]
             rows.append([f"{name}, {gates}", f"{rate.value:,.0f}", f"{memory.value:.1f}"])
     note = f"{found[0].device}, float32 parameters, bfloat16 compute, CUDA graphs, commit {commit}."
-    return "\n".join([markdown([f"{recipe}, 8 x 4096 tokens a step", "tokens/s", "GiB"], rows), "", note])
+    figure = figures.FIGURES["speed"]
+    chart = f"![{figure.finding(figures.collect(figure, Results(RESULTS)))}](docs/images/reproduction/speed.svg)"
+    return "\n".join([chart, "", markdown([f"{recipe}, 8 x 4096 tokens a step", "tokens/s", "GiB"], rows), "", note])
 
 
 def demo() -> str:
     """All recorded seeds of the demo."""
-    columns = ["bits per byte of held-out files, mean (range) over seeds", "no gates", "gates frozen at 1/H", "softmax gates"]
+    columns = ["bits per byte of held-out files, mean (range)", "no gates", "gates frozen at 1/H", "softmax gates"]
     rows, notes = [], []
     for case, seeds in seed_scores(DEMO, code.METRIC).items():
         cells = [mean_and_range([scores[variant] for scores in seeds]) for variant in VARIANTS]
         rows.append([f"{case}, {len(seeds)} seeds", *cells])
         below = " and ".join(f"below {NAMES[rival]} in {code.METRIC.wins(seeds, rival)}" for rival in RIVALS)
-        notes.append(f"Softmax was {below} of {len(seeds)} seeds; {_source(code.METRIC)}.")
+        notes.append(f"Lower is better. Softmax gates were {below} of {len(seeds)} seeds; {_source(code.METRIC)}.")
     return "\n".join([markdown(columns, rows), "", *notes])
 
 

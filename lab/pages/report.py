@@ -165,9 +165,8 @@ def write(page: Path, folder: Path) -> None:
     durable.write(page, render(results))
     durable.write(page.with_name(APPENDIX), tables(results))
     with tempfile.TemporaryDirectory() as drawn:
-        for _, names in SECTIONS.values():
-            for name in names:
-                figures.draw(name, Path(drawn), results)
+        for name in ("speed", *(name for _, names in SECTIONS.values() for name in names)):
+            figures.draw(name, Path(drawn), results)
         for path in Path(drawn).glob("*.svg"):
             durable.write(images / path.name, path.read_bytes())
         if (folder / TRAINING).exists():
