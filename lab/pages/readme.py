@@ -103,7 +103,7 @@ def steps() -> str:
     """Whole training steps on a GPU, ours and the peer's."""
     values = {(r.case, r.impl, r.metric): r for r in records.read(RESULTS / "train_h200.jsonl")}
     columns = ["tokens/s at 4096x8", "headmax, no gates", "headmax, softmax gates", "gate overhead (95% interval)"]
-    columns += ["flash-linear-attention, no gates", "softmax gates", "speed-up, softmax gates"]
+    columns += ["flash-linear-attention, no gates", "flash-linear-attention, softmax gates", "speed-up, softmax gates"]
     rows, speed = [], "tokens per second"
     for recipe in STEPS:
         case = f"{recipe} 4096x8"
