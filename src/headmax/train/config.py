@@ -15,7 +15,7 @@ Documents = Literal["concatenate", "separate"]
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW, or Muon beside it, with the norm of the gradient clipped."""
+    """AdamW or Muon, with gradient-norm clipping."""
 
     name: Optimizers = "adamw"
     """adamw; muon takes the projections of the blocks, and leaves embeddings, head gates, convolutions and vectors to AdamW."""
@@ -28,7 +28,7 @@ class OptimConfig:
     weight_decay: float = 0.1
     """Decay of matrices: projections, embeddings, short convolutions, head gates; not of norms, A_log, dt_bias and biases."""
     momentum: float = 0.95
-    """Muon's."""
+    """Momentum of Muon."""
     grad_clip: float = 1.0
     """Largest norm of the gradient; larger ones are scaled down."""
 
