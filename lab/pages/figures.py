@@ -147,12 +147,12 @@ def draw_training(lines: Lines, unit: str) -> Any:
     bars.set_xticks(range(len(LINEAR)), [TITLES[backbone] for backbone in LINEAR])
     bars.set(title="{1} sequences of {0:,} tokens".format(*BESIDE))
     bars.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2)
-    found = {place: values[0] for place, values in lines.get(f"{OURS}, softmax gates", {}).items() if place[1] * place[2] == LONG}
+    speeds = {place: values[0] for place, values in lines.get(f"{OURS}, softmax gates", {}).items() if place[1] * place[2] == LONG}
     for backbone, style in zip(LINEAR, ("o-", "s-", "^-"), strict=True):
-        length = sorted(place[1] for place in found if place[0] == TITLES[backbone])
-        values = [found[TITLES[backbone], n, LONG // n] for n in length]
-        lengths.plot(length, values, style, markersize=4, label=TITLES[backbone])
-    ticks(lengths, {place[1] for place in found})
+        length = sorted(place[1] for place in speeds if place[0] == TITLES[backbone])
+        heights = [speeds[TITLES[backbone], n, LONG // n] for n in length]
+        lengths.plot(length, heights, style, markersize=4, label=TITLES[backbone])
+    ticks(lengths, {place[1] for place in speeds})
     lengths.set(title=f"{LONG:,} tokens a step, {OURS}, softmax gates", xlabel="tokens in a sequence")
     lengths.legend(loc="lower center", ncols=3)
     for axes in (bars, lengths):
