@@ -7,7 +7,10 @@ from typing import Annotated
 
 from headmax.cli.options import Folder, OutFile, OutFolder, metavar
 
-PAGES = (Path("README.md"), Path("docs/training.md"), Path("docs/performance.md"), Path("docs/choosing-gates.md"))
+PAGES = (
+    Path("README.md"),
+    *(Path("docs", f"{page}.md") for page in ("training", "performance", "performance-details", "choosing-gates")),
+)
 """Those with generated sections."""
 
 
@@ -26,7 +29,7 @@ def report(page: OutFile = Path("docs/reproduction.md"), results: Folder = None)
     """Write the page of the reproduction from records.
 
     Args:
-        page: file to write; pictures go into images/reproduction next to it.
+        page: file to write; its appendix goes next to it, pictures into images.
         results: folder with records (.jsonl); the repository's own unless given.
     """
     from lab import RESULTS

@@ -94,9 +94,15 @@ def settings(study: Study) -> Iterator[str]:
 
 INTRODUCTION = f"""# Findings
 
-Does competition between heads help, beyond a smaller output and a better start? 80M-parameter language models, one pass over 90M tokens,
-eight seeds for the one contrast that decides. Questions and rules were [written down](../lab/study/plan.md) before the first run;
+Does competition between heads help, beyond a smaller output and a better initialisation? The study trains 80M-parameter language models for
+one pass over 90M tokens, with eight seeds for the contrast that decides. Questions and rules were
+[written down](../lab/study/plan.md) before the first run;
 [all contrasts and arms]({APPENDIX}). Written by `python -m lab findings` from `lab/results/study.jsonl`.
+"""
+APPENDIX_INTRODUCTION = """# Findings: tables
+
+The appendix of [Findings](findings.md). Differences are taken seed by seed; p is that of a paired t-test, corrected by Holm's
+method for all secondary contrasts that have two seeds. S-NIAH and SQuAD: percent right; S-NIAH is the mean of 1K to 8K tokens.
 """
 NOT_TESTED = """Models above 80M parameters, more than 90M tokens, other corpora and optimisers, instruction tuning; in language models,
 gates after the norm, with scale "heads" and sigmoid gates, which are compared in MQAR alone."""
@@ -125,24 +131,20 @@ def tables(study: Study) -> str:
         corrected = study.corrected.get(contrast.name)
         word = "primary" if contrast is study.primary else "" if corrected is None else f"{corrected:.3g}"
         contrasts.rows.append([contrast.name, f"{contrast.n} of {contrast.planned}", told(contrast), p, word])
-    arms = Table(["arm", "gates", "rate", "seeds", "validation loss", *NEEDLES], align="llrrl" + "r" * len(NEEDLES))
+    arms = Table(["arm", "gates", "rate", "seeds", "validation loss"], align="llrrl")
+    retrieval = Table(["arm", "gates", *NEEDLES], align="ll" + "r" * len(NEEDLES))
     for row in ROWS:
         for gates, number in row.seeds.items():
             found = list(study.arm(row, gates).values())
             right = [answers(found, prefix) for prefix in NEEDLES.values()]
             rate = f"{found[0].extra['rate']:g}" if found else ""
             losses = spread([record.value for record in found], 4)
-            arms.rows.append([row.title, gates, rate, f"{len(found)} of {number}", losses, *right])
-    lines = [
-        "# Findings: tables",
-        "",
-        "The appendix of [Findings](findings.md). Differences are taken seed by seed; p is that of a paired t-test, corrected by Holm's",
-    ]
-    lines += [
-        "method for all secondary contrasts that have two seeds. S-NIAH and SQuAD: percent right, S-NIAH the mean of 1K to 8K tokens.",
-        "",
-    ]
-    return "\n".join([*lines, "## Contrasts", "", contrasts.markdown(), "", "## Arms", "", arms.markdown(), ""])
+            arms.rows.append([row.title, gates, rate, f"{len(found)} of {number}", losses])
+            retrieval.rows.append([row.title, gates, *right])
+    lines = [APPENDIX_INTRODUCTION]
+    for title, table in {"Contrasts": contrasts, "Arms": arms, "Retrieval": retrieval}.items():
+        lines += [f"## {title}", "", table.markdown(), ""]
+    return "\n".join(lines)
 
 
 def answers(found: Sequence[Any], prefix: str) -> str:

@@ -4,33 +4,36 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from headmax import durable, records
 from headmax.demo import code, recall
 from headmax.demo.variants import RIVALS, VARIANTS
 from headmax.demo.verdict import Metric, mean_and_range
+from headmax.records import Record
 from headmax.tables import markdown
 from lab import RESULTS
 from lab.package import DEMO, seed_scores
+from lab.pages import figures
 from lab.study.earlier import LINEAR, TITLES, Results, Run, show
 
 
 def kernels() -> str:
-    """Forward + backward of the ops on the CPU beside transformers' gated delta rule, and time per token over length."""
+    """Forward + backward of the ops on the CPU against transformers' gated delta rule, and time per token over length."""
     found = list(records.read(RESULTS / "kernels_cpu.jsonl"))
     times = {(r.impl, r.metric.removesuffix("/forward+backward")): r for r in found if r.metric.endswith("/forward+backward")}
     per_token = {(r.metric.split("/")[0], r.case): r.value for r in found if r.metric.endswith("/time per token")}
     peer = times["hf", "gated_delta_rule"]
-    columns = ["op, forward + backward", "ms", "beside transformers' `torch_chunk_gated_delta_rule`", "time per token, T=32,768 / T=4,096"]
-    rows = [["transformers gated_delta_rule", f"{peer.value:.0f}", "1", ""]]
+    columns = ["op, forward + backward", "ms", "speed-up over transformers", "time per token at 32,768 over 4,096 tokens"]
+    rows = [["transformers, `torch_chunk_gated_delta_rule`", f"{peer.value:.0f}", "", ""]]
     for (impl, op), record in times.items():
         if impl == "headmax":
             short, long = (per_token[op, f"B1T{time}H4K128V256-soft"] for time in (4096, 32768))
-            beside = f"{peer.value / record.value:.1f}x as fast" if op == "gated_delta_rule" else ""  # the peer's op; others do less
-            rows.append([f"headmax {op}", f"{record.value:.0f}", beside, f"{long / short:.2f}"])
-    return "\n".join([markdown(columns, rows), "", f"B=1 T=4096 H=4 K=128 V=256 float32, {peer.device}, commit {peer.commit}."])
+            speedup = f"{peer.value / record.value:.1f}x" if op == "gated_delta_rule" else ""  # the peer's op; others do less
+            rows.append([f"headmax, `{op}`", f"{record.value:.0f}", speedup, f"{long / short:.2f}"])
+    return "\n".join([markdown(columns, rows), "", f"B=1 T=4096 H=4 K=128 V=256 float32, {peer.device}, commit {peer.commit[:7]}."])
 
 
 def percent(ratio: float, low: float, high: float) -> str:
@@ -38,71 +41,100 @@ def percent(ratio: float, low: float, high: float) -> str:
     return "{:+.1f}% ({:+.1f} to {:+.1f})".format(*(100 * (x - 1) for x in (ratio, low, high)))
 
 
-def kernels_gpu() -> str:
-    """The ops on a GPU as they are now, beside the peer's in the last run that had both, and what gates add."""
+@dataclass(frozen=True)
+class OpTimes:
+    """An op on a GPU, forward and forward + backward in ms."""
+
+    op: str
+    case: str
+    now: list[Record]
+    gates: list[Record]
+    """Time with gates over time without, a record per process."""
+    beside: list[Record]
+    """Ours in the last run that timed the peer."""
+    peer: list[Record]
+
+    def overhead(self) -> str:
+        """Of gates: the median of processes, from the lowest edge of an interval to the highest."""
+        low, high = min(r.extra["interval"][0] for r in self.gates), max(r.extra["interval"][1] for r in self.gates)
+        return percent(statistics.median(r.value for r in self.gates), low, high)
+
+    def speedup(self, n: int) -> str:
+        return f"{self.peer[n].value / self.beside[n].value:.2f}x"
+
+
+def op_times() -> Iterator[OpTimes]:
     found = list(records.read(RESULTS / "kernels_h200.jsonl"))
     now, ours = {(r.impl, *r.metric.split("/")): r for r in found}, {(r.metric, r.commit): r for r in found if r.impl == "headmax"}
-    columns = [
-        "op, forward; forward + backward",
-        "ms",
-        "with gates",
-        "commit",
-        "in a run with flash-linear-attention, ms",
-        "its, ms",
-        "as fast",
-        "its commit",
-    ]
-    rows = []
     for op in dict.fromkeys(op for impl, op, _ in now if impl == "headmax"):
+        last = now["headmax", op, "gated over plain"]
+        gates = [r for r in found if (r.case, r.metric, r.commit) == (last.case, last.metric, last.commit)]
         peer = [now["fla", op, metric] for metric in ("forward", "forward+backward")]
         mine, beside = [now["headmax", op, r.metric.split("/")[1]] for r in peer], [ours[r.metric, r.commit] for r in peer]
-        last = now["headmax", op, "gated over plain"]
-        gates = [r for r in found if (r.case, r.metric, r.commit) == (last.case, last.metric, last.commit)]  # one a process
-        middle = statistics.median(r.value for r in gates)
-        low, high = min(r.extra["interval"][0] for r in gates), max(r.extra["interval"][1] for r in gates)
-        cells = [f"{op}, {last.case}", "; ".join(f"{r.value:.2f}" for r in mine), percent(middle, low, high) + f" [{len(gates)}]"]
-        cells += [
-            "; ".join(dict.fromkeys(r.commit[:7] for r in (*mine, last))),
-            *("; ".join(f"{r.value:.2f}" for r in run) for run in (beside, peer)),
-        ]
-        cells += ["; ".join(f"{b.value / a.value:.2f}x" for a, b in zip(beside, peer, strict=True)), peer[0].commit[:7]]
-        rows.append(cells)
-    note = "bfloat16; with gates: forward + backward, median of interleaved pairs with its 95% interval; in square brackets in how many\n"
-    note += "processes: of several, the median, and from the lowest edge of an interval to the highest."
-    return "\n".join([markdown(columns, rows), "", f"{note} {found[0].device}."])
+        yield OpTimes(op, last.case, mine, gates, beside, peer)
+
+
+def kernels_gpu() -> str:
+    """The ops on a GPU: today's time, what gates add, and the speed-up over the peer in one run."""
+    columns = ["op", "forward, ms", "forward + backward, ms", "gate overhead (95% interval)"]
+    columns += ["speed-up over flash-linear-attention, forward", "forward + backward"]
+    found = list(op_times())
+    rows = [[f"`{x.op}`", *(f"{r.value:.2f}" for r in x.now), x.overhead(), x.speedup(0), x.speedup(1)] for x in found]
+    return "\n".join([markdown(columns, rows), "", f"bfloat16, B=8 T=4096 H=4, {found[0].now[0].device}."])
+
+
+def kernels_gpu_runs() -> str:
+    """Where the figures of `kernels_gpu` come from."""
+    columns = ["op, case", "gates: processes", "commit"]
+    columns += ["headmax in the run with the peer, ms", "flash-linear-attention, ms", "commit of that run"]
+    rows = []
+    for x in op_times():
+        commits = ", ".join(dict.fromkeys(r.commit[:7] for r in (*x.now, *x.gates)))
+        both = (" and ".join(f"{r.value:.2f}" for r in run) for run in (x.beside, x.peer))
+        rows.append([f"`{x.op}`, {x.case}", str(len(x.gates)), commits, *both, x.peer[0].commit[:7]])
+    note = "Times are forward, and forward + backward. Gate overhead is that of forward + backward, the median of interleaved pairs; over\n"
+    return "\n".join([markdown(columns, rows), "", note + "several processes, their median, and the widest interval."])
+
+
+STEPS = ("gla-340m", "retnet-340m", "gdn-340m")
 
 
 def steps() -> str:
-    """Whole training steps on a GPU, ours beside the peer's."""
+    """Whole training steps on a GPU, ours and the peer's."""
+    values = {(r.case, r.impl, r.metric): r for r in records.read(RESULTS / "train_h200.jsonl")}
+    columns = ["tokens/s at 4096x8", "headmax, no gates", "headmax, softmax gates", "gate overhead (95% interval)"]
+    columns += ["flash-linear-attention, no gates", "flash-linear-attention, softmax gates", "speed-up, softmax gates"]
+    rows, speed = [], "tokens per second"
+    for recipe in STEPS:
+        case = f"{recipe} 4096x8"
+        gates = values[case, "headmax", "softmax over plain/time"]
+        ours, theirs = ([values[case, impl, f"{variant}/{speed}"] for variant in ("plain", "softmax")] for impl in ("headmax", "fla"))
+        cells = [*(f"{r.value:,.0f}" for r in ours), percent(gates.value, *gates.extra["interval"]), *(f"{r.value:,.0f}" for r in theirs)]
+        rows.append([recipe, *cells, f"{ours[1].value / theirs[1].value:.2f}x"])
+    note = "Float32 parameters, bfloat16 compute, fused AdamW, CUDA graphs. headmax is compiled block by block; flash-linear-attention\n"
+    return "\n".join([markdown(columns, rows), "", f"{note}is not compiled and has its gates in plain PyTorch. {gates.device}."])
+
+
+def steps_runs() -> str:
+    """Memory, use of the GPU and commits of `steps`."""
     found = list(records.read(RESULTS / "train_h200.jsonl"))
     values = {(r.case, r.impl, r.metric): r for r in found}
-    columns = ["4096x8 tokens; no gates, softmax", "tokens/s", "time of gates", "GiB", "of the matmul rate"]
-    columns += ["flash-linear-attention, tokens/s", "GiB", "softmax as fast", "commit"]
     rows = []
-    for recipe in ("gla-340m", "retnet-340m", "gdn-340m"):
-        case = f"{recipe} 4096x8"
-
-        def pair(impl: str, metric: str, form: str, case: str = case) -> str:
-            both = [values.get((case, impl, f"{variant}/{metric}")) for variant in ("plain", "softmax")]
-            return "; ".join("–" if record is None else f"{record.value:{form}}" for record in both)
-
-        speed, gates = "tokens per second", values[case, "headmax", "softmax over plain/time"]
-        ours, theirs = (values[case, impl, f"softmax/{speed}"] for impl in ("headmax", "fla"))
-        cells = [recipe, pair("headmax", speed, ",.0f"), percent(gates.value, *gates.extra["interval"])]
-        cells += [pair("headmax", "peak memory", ".1f"), pair("headmax", "MFU", ".0%"), pair("fla", speed, ",.0f")]
-        cells += [pair("fla", "peak memory", ".1f"), f"{ours.value / theirs.value:.2f}x"]
-        rows.append([*cells, "; ".join(dict.fromkeys(r.commit[:7] for r in (ours, gates, theirs)))])
+    for recipe in STEPS:
+        for impl, name in {"headmax": "headmax", "fla": "flash-linear-attention"}.items():
+            for variant, title in {"plain": "no gates", "softmax": "softmax gates"}.items():
+                memory, used = (values[f"{recipe} 4096x8", impl, f"{variant}/{what}"] for what in ("peak memory", "MFU"))
+                rows.append([recipe, name, title, f"{memory.value:.1f}", f"{used.value:.0%}", used.commit[:7]])
     other = next(r for r in found if r.metric == "transformer/tokens per second")
     cold = [r for r in found if r.metric.endswith("first step, empty caches")]
     first = ", ".join(f"{r.metric.split('/')[0]} {r.value:.0f} s" for r in cold)
+    triton = values["gdn-340m 4096x8", "fla", "softmax/tokens per second"].extra["triton"]
     note = [
-        f"Float32 parameters, bfloat16 compute, fused AdamW, {gates.device}; commits of our speed, of what gates take",
-        "and of theirs: where they differ, so do the runs. All steps are replayed as CUDA graphs; ours are compiled block by block,",
-        "flash-linear-attention's are not, have the gates put on by hand, and its GDN runs under Triton",
-        f"{theirs.extra['triton']}, since it refuses 3.6 on this GPU. Transformer++, timed with launches less far ahead of the GPU:",
-        f"{other.value:,.0f} tokens/s (commit {other.commit[:7]}). First step of {cold[0].case.split()[0]} with empty caches: {first}",
-        f"(commit {cold[0].commit[:7]}). Other lengths are in [the reproduction](reproduction.md#training).",
+        f"flash-linear-attention's Gated DeltaNet runs under Triton {triton}, since it refuses 3.6 on this GPU.",
+        f"Transformer++, timed with launches less far ahead of the GPU: {other.value:,.0f} tokens/s (commit {other.commit[:7]}).",
+        f"First step of {cold[0].case.split()[0]} with empty caches: {first} (commit {cold[0].commit[:7]}).",
     ]
+    columns = ["4096x8", "library", "gates", "GiB", "share of the matmul rate", "commit"]
     return "\n".join([markdown(columns, rows), "", *note])
 
 
@@ -110,14 +142,8 @@ def decoding() -> str:
     """Time of a decoded token over batch and context on a GPU, plain backbone and softmax twin."""
     found = list(records.read(RESULTS / "decode_h200.jsonl"))
     values = {(r.case, r.metric): r for r in found}
-    columns = [
-        "softmax-gla-340m, batch",
-        "ms per token after 1,024 tokens",
-        "after 65,536",
-        "tokens/s",
-        "of the bandwidth",
-        "beside gla-340m",
-    ]
+    columns = ["softmax-gla-340m, batch", "ms per token after 1,024 tokens", "after 65,536 tokens", "tokens/s"]
+    columns += ["share of the bandwidth", "time over gla-340m"]
     rows = []
     for batch in (1, 8, 64, 256):
         near, far = (values[f"softmax-gla-340m batch {batch} context {context}", "latency per token"] for context in (1024, 65536))
@@ -126,33 +152,38 @@ def decoding() -> str:
         cells = [f"{near.value:.3f}", f"{far.value:.3f}", f"{1e3 * batch / near.value:,.0f}", f"{share:.0%}", f"{ratio:.3f}"]
         rows.append([str(batch), *cells])
     whole = values["softmax-gla-340m batch 1 context 1024 decoded 16384", "end to end"]
-    note = f"bfloat16 weights, float32 state, {whole.device}, commit {whole.commit}. The bandwidth is that of a copy; the traffic is every"
-    note += f" weight once and every state twice. 16,384 tokens after a prompt of 1,024, as a user calls it: {whole.value:.1f} s."
+    note = (
+        f"bfloat16 weights, float32 state, {whole.device}, commit {whole.commit[:7]}. The bandwidth is that of a copy. A step reads every\n"
+    )
+    note += "weight once, and reads and writes every state. Generating 16,384 tokens after a prompt of 1,024 takes\n"
+    note += f"{whole.value:.1f} s from call to text."
     others = []
     for recipe in ("retnet-340m", "gdn-340m"):
         first = values[f"softmax-{recipe} batch 1 context 1024", "latency per token"]
         ratios = [
             r.value for (case, metric), r in values.items() if case.startswith(f"{recipe} batch") and metric.startswith("softmax over")
         ]
-        others.append(f"softmax-{recipe}: {first.value:.3f} ms at batch 1, at most {max(ratios):.3f} of {recipe} (commit {first.commit})")
-    return "\n".join([markdown(columns, rows), "", note, "", "; ".join(others) + ".", "", peers()])
+        others.append(
+            f"- softmax-{recipe}: {first.value:.3f} ms at batch 1, at most {max(ratios):.3f} times {recipe} (commit {first.commit[:7]})."
+        )
+    return "\n".join([markdown(columns, rows), "", note, "", *others])
 
 
 def peers() -> str:
-    """One sequence decoded by others, in one run."""
+    """One sequence decoded by this engine and by others, in one run."""
     found = list(records.read(RESULTS / "decode_peers_h200.jsonl"))
     times = {(r.impl, r.case.removesuffix(" batch 1 context 1024")): r for r in found if r.metric == "latency per token"}
     mine = times["headmax", "softmax-gla-340m"]
     names = {
-        ("headmax", "softmax-gla-340m"): "softmax-gla-340m, this engine",
-        ("headmax", "transformer-340m"): "transformer-340m, this engine, static key-value cache",
+        ("headmax", "softmax-gla-340m"): "softmax-gla-340m, headmax's engine",
+        ("headmax", "transformer-340m"): "transformer-340m, headmax's engine, static key-value cache",
         ("hf", "transformer-340m, static cache"): "Llama of that size, `generate`, static cache, compiled by transformers",
-        ("hf", "softmax-gla-340m, compiled"): "softmax-gla-340m, `generate`, blocks compiled",
+        ("hf", "softmax-gla-340m, compiled"): "softmax-gla-340m, `generate` as it was then, blocks compiled",
         ("fla", "gla-340m"): "flash-linear-attention's gla-340m, `generate`",
     }
     rows = [[name, f"{times[key].value:.3g}", f"{times[key].value / mine.value:.3g}x"] for key, name in names.items()]
-    table = markdown(["one sequence after 1,024 tokens", "ms per token", "beside this engine"], rows)
-    return "\n".join([table, "", f"One run, {mine.device}, commit {mine.commit}."])
+    table = markdown(["one sequence after 1,024 tokens", "ms per token", "time over the engine's"], rows)
+    return "\n".join([table, "", f"One run, {mine.device}, commit {mine.commit[:7]}."])
 
 
 def findings() -> str:
@@ -177,7 +208,7 @@ def findings() -> str:
 
 def speed() -> str:
     """Training steps of one commit, and the peer's."""
-    recipe, commit = "gdn-340m", "5b63018"
+    recipe, commit = figures.README_MODEL, figures.README_COMMIT
     found = [r for r in records.read(RESULTS / "train_h200.jsonl") if r.case == f"{recipe} 4096x8" and r.commit.startswith(commit)]
     values = {(r.impl, r.metric): r for r in found}
     rows = []
@@ -188,18 +219,20 @@ def speed() -> str:
             gates = {"plain": "no gates", "softmax": "softmax gates" if impl == "headmax" else "softmax gates in plain PyTorch"}[variant]
             rows.append([f"{name}, {gates}", f"{rate.value:,.0f}", f"{memory.value:.1f}"])
     note = f"{found[0].device}, float32 parameters, bfloat16 compute, CUDA graphs, commit {commit}."
-    return "\n".join([markdown([f"{recipe}, 8 x 4096 tokens a step", "tokens/s", "GiB"], rows), "", note])
+    figure = figures.FIGURES["speed"]
+    chart = f"![{figure.finding(figures.collect(figure, Results(RESULTS)))}](docs/images/reproduction/speed.svg)"
+    return "\n".join([chart, "", markdown([f"{recipe}, 8 x 4096 tokens a step", "tokens/s", "GiB"], rows), "", note])
 
 
 def demo() -> str:
     """All recorded seeds of the demo."""
-    columns = ["bits per byte of held-out files, mean (range) over seeds", "no gates", "gates frozen at 1/H", "softmax gates"]
+    columns = ["bits per byte of held-out files, mean (range)", "no gates", "gates frozen at 1/H", "softmax gates"]
     rows, notes = [], []
     for case, seeds in seed_scores(DEMO, code.METRIC).items():
         cells = [mean_and_range([scores[variant] for scores in seeds]) for variant in VARIANTS]
         rows.append([f"{case}, {len(seeds)} seeds", *cells])
         below = " and ".join(f"below {NAMES[rival]} in {code.METRIC.wins(seeds, rival)}" for rival in RIVALS)
-        notes.append(f"Softmax was {below} of {len(seeds)} seeds; {_source(code.METRIC)}.")
+        notes.append(f"Lower is better. Softmax gates were {below} of {len(seeds)} seeds; {_source(code.METRIC)}.")
     return "\n".join([markdown(columns, rows), "", *notes])
 
 
@@ -229,13 +262,21 @@ def training() -> str:
     values = {r.metric: r for r in found}
     run, speed, alone = values["tokens"], values["tokens per second"], values["softmax/tokens per second"]
     entropy = {gate: values[f"{gate} gate entropy"] for gate in ("read", "write")}
-    dead = [f"{heads} of {where}" for r in entropy.values() for where, heads in r.extra["dead"].items()]
+    dead = [
+        f"head {', '.join(map(str, heads))} of layer {where.split('/')[0]} ({where.split('/')[1]})"
+        for r in entropy.values()
+        for where, heads in r.extra["dead"].items()
+    ]
+    share = f"{speed.value / alone.value:.1%}"
     rows = {
-        "tokens, steps, skipped": f"{run.value:,.0f}, {run.extra['steps']:,}, {run.extra['skipped']}",
-        "tokens/s; of the step alone, random tokens": f"{speed.value:,.0f}; {alone.value:,.0f} ({speed.value / alone.value:.1%})",
+        "tokens": f"{run.value:,.0f}",
+        "steps": f"{run.extra['steps']:,}, of which {run.extra['skipped']} skipped",
+        "tokens/s": f"{speed.value:,.0f}",
+        "tokens/s of the step alone, on random tokens": f"{alone.value:,.0f}, of which the trainer reaches {share}",
         "validation perplexity": f"{values['validation perplexity'].value:.1f}",
-        "loss spikes; gradient-norm peaks": f"{values['loss spikes'].value:.0f}; {values['gradient peaks'].value:.0f}",
-        "mean entropy of read and write gates": " and ".join(f"{r.value:.2f}" for r in entropy.values()),
+        "loss spikes": f"{values['loss spikes'].value:.0f}",
+        "gradient-norm peaks": f"{values['gradient peaks'].value:.0f}",
+        "mean entropy of the gates, 1 at most": ", ".join(f"{gate} {r.value:.2f}" for gate, r in entropy.items()),
         "dead heads": ", ".join(dead) or "none",
     }
     return "\n".join(
@@ -268,8 +309,8 @@ def gate_cost() -> str:
 def profile() -> str:
     """What each kernel of GLA keeps busy."""
     found = list(records.read(RESULTS / "profile_h200.jsonl"))
-    shown = {"DRAM bytes": "{:.0f}", "DRAM": "{:.0%}", "L2 bytes": "{:.0f}", "L2": "{:.0%}", "issue slots": "{:.0%}", "warps": "{:.1f}"}
-    columns = ["kernel", "us", "MB of memory", "of its bandwidth", "MB through the L2", "of its throughput", "issue slots", "warps"]
+    shown = {"DRAM bytes": "{:.0f}", "DRAM": "{:.0%}", "L2": "{:.0%}", "issue slots": "{:.0%}", "warps": "{:.1f}"}
+    columns = ["kernel", "us", "MB of memory", "share of its bandwidth", "share of the L2's", "issue slots in use", "warps"]
     rows = []
     for r in found:
         cells = [form.format(r.extra[name] / (1e6 if "bytes" in name else 1)) for name, form in shown.items()]
@@ -279,7 +320,7 @@ def profile() -> str:
         [
             markdown(columns, rows),
             "",
-            f"{note} issue slots in use\nand warps that are there, of each of a multiprocessor's four schedulers.",
+            f"{note} issue\nslots and warps are those of each of a multiprocessor's four schedulers.",
         ]
     )
 
@@ -306,11 +347,14 @@ def step_time() -> str:
 SECTIONS: dict[str, Callable[[], str]] = {
     "kernels": kernels,
     "kernels_gpu": kernels_gpu,
+    "kernels_gpu_runs": kernels_gpu_runs,
     "steps": steps,
+    "steps_runs": steps_runs,
     "gate_cost": gate_cost,
     "profile": profile,
     "step_time": step_time,
     "decoding": decoding,
+    "peers": peers,
     "findings": findings,
     "speed": speed,
     "demo": demo,

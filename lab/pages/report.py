@@ -1,4 +1,4 @@
-"""docs/reproduction.md out of records. What has no record is said to be missing."""
+"""docs/reproduction.md and its appendix out of records. What has no record is said to be missing."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from headmax import durable
+from headmax import durable, records
+from headmax.analysis import curves
 from headmax.recipes.language import HEADS_STUDY, SCALES
 from headmax.tables import markdown
-from lab.pages import figures
-from lab.pages.efficiency import efficiency
+from lab.pages import efficiency, figures
 from lab.study.earlier import (
     HEADS,
     LINEAR,
@@ -28,53 +28,67 @@ from lab.study.earlier import (
 )
 
 Lines = Iterator[str]
-IMAGES = "images/reproduction"
+IMAGES, APPENDIX = "images/reproduction", "reproduction-tables.md"
+TRAINING = "training_h200.jsonl"
+"""A whole run, which docs/training.md shows."""
 BACKBONES = ("transformer", "retnet", "gla", "gdn")
-INTRODUCTION = """# Reproduction
+INTRODUCTION = f"""# Reproduction
 
-Earlier small runs, what gates cost, and the commands for the paper's scale. Written by `python -m lab report` from the records in
-`lab/results/`. Whether gates help is the question of the [study](findings.md); the runs here are too small and too few to decide it.
+Earlier small runs, the cost of gates, and the commands for the paper's scale. Whether gates help is the question of the
+[study](findings.md); the runs here are too small and too few to decide it. [The appendix]({APPENDIX}) has all tables.
+`python -m lab report` writes both pages from the records in `lab/results/`.
+"""
+APPENDIX_INTRODUCTION = """# Reproduction: all tables
+
+The appendix of [Reproduction](reproduction.md), written by `python -m lab report` from the records in `lab/results/`.
+Mean ± standard deviation over three seeds, unless a cell says otherwise.
 """
 PAPER_GAINS = {4: 2.37, 16: 6.71}
 """What the paper's text says of WikiText perplexity, by heads."""
-PAIRS = [(b, "softmax", "plain") for b in LINEAR] + [(b, "softmax-after", "uniform-after") for b in LINEAR[1:]]
+PAIRS = [*((b, "softmax", "plain") for b in LINEAR), ("gla", "softmax", "uniform")]
+PAIRS += [(b, "softmax-after", "uniform-after") for b in LINEAR[1:]]
 """Backbones, gates, and what these are compared with."""
 
 
 def small(results: Results) -> Lines:
-    yield "12.6M tokens, 384 steps of 16 sequences of 2048; three seeds, at the learning rate that was best for the plain model on one of"
-    yield "them. Seeds differ by up to 10%, so differences of a few per cent mean nothing. Mean ± standard deviation of validation"
-    yield "perplexity; differences seed by seed, in % of perplexity. Runs whose texts were not recorded, all of 512 steps and their task"
-    yield "scores among them, were withdrawn."
-    yield ""
     rows = []
     for b, *pair in PAIRS:
         runs = [Run(b, variant) for variant in pair]
         found = [show(perplexity(results.seeds(LOSS, run))) for run in runs]
-        rows.append(
-            [TITLES[b], *(f"{WORDS[v]}: {cell}" for v, cell in zip(pair, found, strict=True)), show(results.paired(*runs), 1, True)]
-        )
-    yield markdown([f"{SIZES[1]}, 4 heads", "perplexity", "beside", "difference"], rows)
+        words = ["gates frozen at 1/H" if variant.startswith("uniform") else "no gates" for variant in pair[1:]]
+        place = "after the norm" if pair[0].endswith("after") else "on the query"
+        rows.append([TITLES[b], place, *words, *found, show(results.paired(*runs), 1, True)])
+    yield markdown(["backbone", "read gate", "compared with", "perplexity, softmax", "perplexity, compared", "difference, %"], rows)
     yield ""
+    yield f"{SIZES[1]}, 4 heads, 12.6M tokens (384 steps of 16 x 2048), three seeds, at the learning rate that was best for the plain"
+    yield "model. Mean ± standard deviation; differences are taken seed by seed. Seeds differ by up to 10%, so a few per cent mean nothing."
+    yield "Runs whose texts were not recorded were withdrawn, all runs of 512 steps and their task scores among them."
+    yield ""
+    yield f"[Numbers of heads and sizes of models]({APPENDIX}#small-language-models), [recall]({APPENDIX}#recall)."
+
+
+def scales(results: Results) -> Lines:
     rows = []
     for heads in HEADS:
         plain, *gated = (Run("gla", variant, heads=heads) for variant in ("plain", "softmax", "uniform"))
         found = [show(perplexity(results.seeds(LOSS, run))) for run in (plain, *gated)]
         rows.append([str(heads), *found, show(results.paired(*gated), 1, True)])
-    yield markdown([f"GLA, {SIZES[1]}: heads", *(WORDS[v] for v in ("plain", "softmax", "uniform")), "softmax less uniform"], rows)
+    header = [f"GLA, {SIZES[1]}: heads", "no gates", "softmax gates", "gates frozen at 1/H", "softmax against frozen, %"]
+    yield markdown(header, rows)
     gains = " and ".join(f"{gain} at {heads} heads" for heads, gain in PAPER_GAINS.items())
-    yield f"\nThe paper: the softmax gains {gains} (110M, WikiText).\n"
+    yield f"\nIn the paper, softmax gates lower WikiText perplexity by {gains} (110M parameters).\n"
     rows = []
     for size in SIZES:
         both = [Run("gla", variant, size) for variant in ("softmax", "plain")]
         found = [show(perplexity(results.seeds(LOSS, run))) for run in both]
         rows.append([size, *found, show(results.paired(*both), 1, True)])
-    yield markdown(["GLA, 4 heads: size", WORDS["softmax"], WORDS["plain"], "softmax less no gates"], rows)
+    yield markdown(["GLA, 4 heads: layers x width", "softmax gates", "no gates", "softmax against no gates, %"], rows)
 
 
 def recall(results: Results) -> Lines:
-    yield "MQAR, 2 layers x 128, 2,000 steps, at the rate that was best for the plain model. Most settings are at 0 or 1, or differ from"
-    yield "seed to seed by as much as they can; the study chooses a rate for each kind of gates, and settings in between."
+    yield "Multi-query associative recall (MQAR): 2 layers x 128, 2,000 steps, at the learning rate that was best for the plain model."
+    yield "Most settings are solved, not solved at all, or differ from seed to seed by as much as they can. The study picks a rate for"
+    yield "each kind of gate."
     yield ""
     rows = []
     for b in LINEAR:
@@ -104,40 +118,57 @@ def commands() -> Lines:
         train = "torchrun --nproc-per-node 8 -m headmax train $r --data data/slimpajama --out runs/$r"
         examine = "headmax convert runs/$r --to hf && headmax eval runs/$r/hf --name $r --work runs/$r/eval"
         yield f"for r in {' '.join(recipes)}; do {train} && {examine}; done"
-    yield "# beside the paper's figures"
+    yield "# our tables next to the paper's figures"
     yield "headmax eval tables runs/*/eval/records.jsonl"
 
 
-SECTIONS: dict[str, Callable[[Results], Lines]] = {
-    "Small language models": small,
-    "Recall": recall,
-    "Efficiency": efficiency,
-    "At the paper's scale": full_scale,
+SECTIONS: dict[str, tuple[Callable[[Results], Lines], tuple[str, ...]]] = {
+    "Small language models": (small, ("differences",)),
+    "Cost of gates in training": (efficiency.training, ("throughput", "memory")),
+    "Cost of gates in decoding": (efficiency.decoding, ("latency",)),
+    "At the paper's scale": (full_scale, ()),
 }
-FIGURES = {"Efficiency": ("memory", "throughput", "latency")}
-"""Of lab/pages/figures.py, by section."""
+"""What a section says, and its figures of lab/pages/figures.py."""
+TABLES: dict[str, Callable[[Results], Lines]] = {
+    "Small language models": scales,
+    "Recall": recall,
+    "Training": efficiency.sizes,
+    "Decoding": efficiency.texts,
+}
 
 
 def render(results: Results) -> str:
-    """The page. Its pictures are those of lab/pages/figures.py that have records."""
+    """The page. Of its pictures those are shown that have records."""
     lines = [INTRODUCTION]
-    for title, section in SECTIONS.items():
-        lines += [f"## {title}", "", *section(results), ""]
-        for name in FIGURES.get(title, ()):
+    for title, (section, names) in SECTIONS.items():
+        lines += [f"## {title}", ""]
+        for name in names:
             figure = figures.FIGURES[name]
-            drawn = f"![{figure.title}]({IMAGES}/{name}.svg)"
+            found = figures.collect(figure, results)
             missing = f"Figure, {figure.title}: {MISSING}. What makes its records: {figure.needs}."
-            lines += [drawn if figures.collect(figure, results.records)[0] else missing, ""]
+            lines += [f"![{figure.finding(found)}]({IMAGES}/{name}.svg)" if found else missing, ""]
+        lines += [*section(results), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def tables(results: Results) -> str:
+    """The appendix."""
+    lines = [APPENDIX_INTRODUCTION]
+    for title, section in TABLES.items():
+        lines += [f"## {title}", "", *section(results), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
 def write(page: Path, folder: Path) -> None:
-    """The page and its pictures, from the records in a folder."""
+    """The page, its appendix and their pictures, from the records in a folder."""
     results, images = Results(folder), page.parent / IMAGES
     durable.write(page, render(results))
+    durable.write(page.with_name(APPENDIX), tables(results))
     with tempfile.TemporaryDirectory() as drawn:
-        for names in FIGURES.values():
-            for name in names:
-                figures.draw(name, Path(drawn), results.records)
+        for name in ("speed", *(name for _, names in SECTIONS.values() for name in names)):
+            figures.draw(name, Path(drawn), results)
         for path in Path(drawn).glob("*.svg"):
             durable.write(images / path.name, path.read_bytes())
+        if (folder / TRAINING).exists():
+            curves.draw(list(records.read(folder / TRAINING)), Path(drawn), "training")
+            durable.write(images.parent / "training.svg", (Path(drawn) / "training.svg").read_bytes())

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from headmax import records
-from headmax.analysis.style import save, styled, subplots
+from headmax.analysis.style import COLOURS, WIDTH, save, styled, subplots
 from headmax.layers import HeadGateConfig
 from headmax.recipes.language import backbones
 from headmax.records import Record, Recorder
@@ -41,7 +41,7 @@ def reproduce(folder: Path) -> list[Record]:
 
 def _proposition_1(make: Recorder, folder: Path) -> list[Record]:
     found = experiments.proposition_1()
-    figure, axes = subplots(figsize=(5.2, 3.2))
+    figure, axes = subplots(figsize=(WIDTH, 3.2))
     for name, weights in found.weights.items():
         label = {"relu": "linear, φ = ReLU (homogeneous)", "elu": "linear, φ = elu + 1 (not homogeneous)"}.get(name, name)
         axes.plot(found.factors, experiments.entropy(weights), label=label)
@@ -54,7 +54,7 @@ def _proposition_1(make: Recorder, folder: Path) -> list[Record]:
 
 def _theorem_1(make: Recorder, folder: Path) -> list[Record]:
     found, made = experiments.theorem_1(), []
-    figure, axes = subplots(figsize=(5.2, 3.2))
+    figure, axes = subplots(figsize=(WIDTH, 3.2))
     for name, scores in found.scores.items():
         bits = found.entropy(name)
         axes.plot(found.factors[1:], bits[1:], label=f"{name} → {float(experiments.entropy(experiments.limit_gate(scores))):.0f} bits")
@@ -70,23 +70,23 @@ def _theorem_1(make: Recorder, folder: Path) -> list[Record]:
 
 def _theorem_2(make: Recorder, folder: Path) -> list[Record]:
     found, some = experiments.theorem_2(), slice(1, None, 4)  # every fourth λ as a point makes a smaller file of the same picture
-    figure, (left, right) = subplots(1, 2, figsize=(8.4, 3.2))
+    figure, (upper, lower) = subplots(2, 1, figsize=(WIDTH, 5.6))
     for n in range(32):
         limit = float(found.limit[n])
-        colour = {0.0: "#e69f00", 1.0: "#0072b2"}.get(limit, "#7d7f86")
-        left.plot(found.factors[1:], found.agreement[n, 1:], color=colour, linewidth=0.8, alpha=0.7)
-    for colour, label in (("#0072b2", "same winner"), ("#e69f00", "different winners"), ("#7d7f86", "a tie for the lead")):
-        left.plot([], [], color=colour, label=label)
-    left.set(xscale="log", xlim=(0.1, 100), xlabel="λ", ylabel="C(λ)", ylim=(-0.02, 1.02))
-    left.set_title("Theorem 2: C tends to the Kronecker delta")
-    left.legend(loc="upper left")
+        colour = {0.0: COLOURS[1], 1.0: COLOURS[0]}.get(limit, COLOURS[6])
+        upper.plot(found.factors[1:], found.agreement[n, 1:], color=colour, linewidth=0.8, alpha=0.7)
+    for colour, label in ((COLOURS[0], "same winner"), (COLOURS[1], "different winners"), (COLOURS[6], "a tie for the lead")):
+        upper.plot([], [], color=colour, label=label)
+    upper.set(xscale="log", xlim=(0.1, 100), xlabel="λ", ylabel="C(λ)", ylim=(-0.02, 1.02))
+    upper.set_title("Theorem 2: C tends to the Kronecker delta")
+    upper.legend(loc="center left")
     scaled, error = found.factors[some] * found.gap[:, None], found.error[:, some].clamp(min=1e-17)
-    right.scatter(scaled.flatten(), error.flatten(), s=2, color="#56b4e9", linewidths=0, rasterized=True)
+    lower.scatter(scaled.flatten(), error.flatten(), s=2, color=COLOURS[4], linewidths=0, rasterized=True)
     line = torch.linspace(0, 45, 10, dtype=torch.float64)
-    right.plot(line, 14 * torch.exp(-line), color="#1d2026", linewidth=1.2, label="2 (H - 1) exp(-λ gap)")
-    right.set(yscale="log", xlim=(0, 45), ylim=(1e-17, 30), xlabel="λ · gap", ylabel="|C(λ) - δ|")
-    right.set_title("and never is farther from it than the bound")
-    right.legend()
+    lower.plot(line, 14 * torch.exp(-line), color="#1d2026", linewidth=1.2, label="2 (H - 1) exp(-λ gap)")
+    lower.set(yscale="log", xlim=(0, 45), ylim=(1e-17, 30), xlabel="λ · gap", ylabel="|C(λ) - δ|")
+    lower.set_title("It stays within the bound")
+    lower.legend()
     save(figure, folder, "theorem2")
     inside = (found.error - found.bound).max()
     finite = found.error[found.bound > 1e-12] / found.bound[found.bound > 1e-12]
@@ -99,7 +99,7 @@ def _theorem_2(make: Recorder, folder: Path) -> list[Record]:
 def _read_gate(make: Recorder, folder: Path) -> list[Record]:
     gates = torch.logspace(-4, 0, 81, dtype=torch.float64)
     marks = torch.tensor([0.01, 0.1, 0.25, 1.0], dtype=torch.float64)
-    figure, axes = subplots(figsize=(5.8, 3.4))
+    figure, axes = subplots(figsize=(WIDTH, 4.4))
     made = []
     for placement in experiments.PLACEMENTS:
         for eps in EPS if placement == experiments.PLACEMENTS[0] else EPS[1:2]:
@@ -112,7 +112,7 @@ def _read_gate(make: Recorder, folder: Path) -> list[Record]:
         xscale="log", xlabel="gate, for a read-out of root mean square 1", ylabel="part of the read gate that survives", ylim=(-0.03, 1.05)
     )
     axes.set_title("A per-head norm divides the read gate out, up to eps")
-    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=2)
     save(figure, folder, "read_gate")
     return made
 

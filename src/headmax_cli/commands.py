@@ -62,7 +62,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         Command("chat", "headmax.cli.chat:chat", "Talk to a checkpoint or to a server, in the terminal."),
         Command("serve", "headmax.cli.serve:serve", "Answer requests over HTTP as OpenAI's interface does, many at a time."),
         Command("eval", "headmax.cli.evaluate:evaluate", "Run the paper's benchmarks on a model; rerun to resume."),
-        Command("eval tables", "headmax.cli.evaluate:tables", "Render the paper's three tables with your results beside the paper's."),
+        Command("eval tables", "headmax.cli.evaluate:tables", "Render the paper's three tables with your results next to the paper's."),
         Command("inspect", "headmax.cli.inspect:inspect", "Show which head wins each token of a text, as one HTML file."),
         Command("convert", "headmax.cli.convert:convert", "Turn a run, or a model of flash-linear-attention, into a model folder."),
     ),

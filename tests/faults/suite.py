@@ -94,13 +94,13 @@ def counted(outcomes: Sequence[Outcome], seed: int) -> list[records.Record]:
 
 
 def table(found: Sequence[records.Record]) -> str:
-    """A row for each kind of fault and seed."""
-    shown = Table(["fault", "commands", "seed", "cases", *GOOD, *FAILED], align="l" + "r" * (3 + len(GOOD) + len(FAILED)))
+    """A row for each kind of fault and seed; failures are all of `FAILED`."""
+    shown = Table(["fault (commands)", "seed", "cases", *GOOD, "failed"], align="l" + "r" * (3 + len(GOOD)))
     counts = {(record.case, record.seed, record.metric): int(record.value) for record in found}
     commands = {(record.case, record.seed): record.extra["commands"] for record in found}
     for (kind, seed), several in commands.items():
-        row = [counts[kind, seed, verdict] for verdict in (*GOOD, *FAILED)]
-        shown.rows.append([kind, *map(str, (several, seed, sum(row), *row))])
+        row = [*(counts[kind, seed, verdict] for verdict in GOOD), sum(counts[kind, seed, verdict] for verdict in FAILED)]
+        shown.rows.append([f"{kind} ({several})", *map(str, (seed, sum(row), *row))])
     return shown.markdown()
 
 

@@ -32,10 +32,11 @@ def test_the_page_says_what_records_say(tmp_path: Path) -> None:
     made += [record(Run("gla", "softmax", seed=seed), "validation loss", 4.1 + seed) for seed in SEEDS]
     made += [record(replace(recall_run("gdn", "softmax", 32, 8), seed=seed), "accuracy", 0.5) for seed in SEEDS[:2]]
     records.append(tmp_path / "reproduction.jsonl", made)
-    page = report.render(Results(tmp_path))
+    page, appendix = report.render(Results(tmp_path)), report.tables(Results(tmp_path))
     assert row(page, "GLA")[-1] == f"+{100 * math.expm1(0.1):.1f} ± 0.0"
-    assert row(page, "4")[-1] == MISSING
-    assert row(page, "GDN, 32 pairs, 8 heads")[1:3] == [MISSING, "0.50 ± 0.00 (n=2)"]
+    assert row(appendix, "4")[-1] == MISSING
+    assert row(appendix, "GDN, 32 pairs, 8 heads")[1:3] == [MISSING, "0.50 ± 0.00 (n=2)"]
+    assert "![Where softmax gates change perplexity by more than two standard deviations: against no gates, GLA](" in page
     assert f"Figure, Decoding one text: {MISSING}. What makes its records: headmax bench decode." in page
 
 
@@ -59,6 +60,14 @@ def test_every_record_of_the_repository_names_its_data() -> None:
 def test_the_committed_page_is_what_the_records_give() -> None:
     page = ROOT / "docs" / "reproduction.md"
     assert page.read_text() == report.render(Results(RESULTS)), "run python -m lab report"
+    assert page.with_name(report.APPENDIX).read_text() == report.tables(Results(RESULTS)), "run python -m lab report"
+
+
+def test_letters_in_the_committed_pictures_are_paths() -> None:
+    """They look the same with any fonts; `python -m lab report` and `make pictures` draw them."""
+    pictures = list((ROOT / "docs" / "images").rglob("*.svg"))
+    assert len(pictures) >= 9
+    assert not [picture.name for picture in pictures if "<text" in picture.read_text()]
 
 
 def test_commands_for_the_papers_scale_are_understood(data: Path, tmp_path: Path, called: Called) -> None:

@@ -77,7 +77,7 @@ def draw(found: Sequence[Record], folder: Path, name: str) -> list[Path]:
     """Loss, gradient norm, speed and gates of one run, as PNG and SVG."""
     records = {record.metric: record for record in found}
     first = next(iter(records.values()))
-    figure, ((loss, norm), (speed, gates)) = subplots(2, 2, figsize=(9, 5.6))
+    figure, ((loss, norm), (speed, gates)) = subplots(2, 2, figsize=(7.2, 5))
 
     def plot(axes: Any, metric: str, label: str | None = None, style: str = "-", of: Callable[[float], float] = float) -> None:
         if metric in records:
@@ -86,20 +86,20 @@ def draw(found: Sequence[Record], folder: Path, name: str) -> list[Path]:
 
     plot(loss, "training loss", "training")
     if "validation perplexity" in records:
-        plot(loss, "validation perplexity", f"validation (perplexity {records['validation perplexity'].value:.1f})", "o-", math.log)
-    loss.set(title="loss, nats a token")
+        plot(loss, "validation perplexity", f"validation, perplexity {records['validation perplexity'].value:.1f}", "o-", math.log)
+    loss.set(title="loss, nats per token")
     loss.legend()
     plot(norm, "gradient norm")
     spikes, peaks = (int(records[kind].value) for kind in ("loss spikes", "gradient peaks"))
-    norm.set(title=f"largest gradient norms ({peaks} peaks, {spikes} loss spikes)", yscale="log")
+    norm.set(title=f"gradient norm ({peaks} peaks, {spikes} loss spikes)", yscale="log")
     plot(speed, "tokens per second", of=lambda value: value / 1e3)
-    speed.set(title="thousand tokens a second", ylim=(0, None), xlabel="million tokens")
+    speed.set(title="thousand tokens per second", ylim=(0, None), xlabel="million tokens")
     for gate in ("read", "write"):
         plot(gates, f"{gate} gate entropy", gate)
         if f"{gate} gate entropy" in records:
             layers = records[f"{gate} gate entropy"].extra["layers"]
             gates.scatter([records["tokens"].value / 1e6] * len(layers), layers, s=10, alpha=0.6)
-    gates.set(title="entropy of the gates, mean and at the end by layer", ylim=(0, 1.05), xlabel="million tokens")
+    gates.set(title="gate entropy (dots: layers at the end)", ylim=(0, 1.05), xlabel="million tokens")
     if gates.lines:
         gates.legend()
     figure.suptitle(f"{first.case}, {first.device}, commit {first.commit}", x=0.01, ha="left", fontsize=9)

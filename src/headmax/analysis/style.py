@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc6fa3", "#56b4e9", "#d55e00", "#7d7f86")
 """Told apart with any colour vision; the report's too."""
+WIDTH = 5.2
+"""Inches of a figure, so that its letters can be read where a page shows it at half width."""
 SETTINGS: dict[Any, Any] = {
     "axes.axisbelow": True,
     "axes.edgecolor": "#8a8f98",
@@ -35,7 +37,7 @@ SETTINGS: dict[Any, Any] = {
     "legend.frameon": False,
     "lines.linewidth": 1.8,
     "path.simplify_threshold": 0.5,
-    "svg.fonttype": "none",
+    "svg.fonttype": "path",
     "svg.hashsalt": "headmax",
 }
 

@@ -158,7 +158,7 @@ def train(
     from headmax.bench import train
 
     if book.get(recipe).model.mixer == "attention":
-        raise ValueError(f"recipe {recipe}: a Transformer has no softmax twin; it is measured beside any other recipe")
+        raise ValueError(f"recipe {recipe}: a Transformer has no softmax twin; it is measured with any other recipe")
     plain = recipe.removeprefix("softmax-")
     find_device("cuda", "headmax bench train")
     at_least(1, rounds=rounds, limit=limit)

@@ -44,26 +44,26 @@ def serve(
     Conversations begin at random moments; each turn adds a prompt to all that came before it.
 
     Args:
-        target: a checkpoint, which is served for as long as it takes, or the address of a server with OpenAI's interface.
-        peer: what to compare with: hf is the same checkpoint through transformers' generate, whoever waits being the next batch.
-        conversations: how many there are.
-        rate: how many begin in a second, on average; inf for all at once.
-        turns: requests of each, one after the answer to the other.
-        prompt: tokens that a turn adds.
-        new_tokens: tokens of each answer.
+        target: a checkpoint, which is served for the measurement, or the address of a server with OpenAI's interface.
+        peer: what to compare with: hf is the same checkpoint through transformers' generate, in batches of the waiting requests.
+        conversations: number of conversations.
+        rate: conversations that begin per second, on average; inf for all at once.
+        turns: requests per conversation, each after the answer to the one before.
+        prompt: tokens that each turn adds.
+        new_tokens: tokens per answer.
         documents: texts that conversations begin with, each shared by some; 0 for none.
         document: tokens of a document.
-        words: ask by text in English words in place of token ids, with no field that OpenAI does not know; answers may then be shorter.
+        words: send English words instead of token ids, with OpenAI's fields only; answers may then be shorter.
         vocabulary: token ids are drawn below this; a checkpoint's own unless an address is given.
-        goal_first: a request counts as goodput if its first token comes within this,
-        goal_per_token: and the others within this each, on average.
-        max_batch: of a checkpoint's server and of the peer: requests that are generated at a time.
+        goal_first: goodput goal for the time to the first token.
+        goal_per_token: goodput goal for the mean time of each further token.
+        max_batch: requests generated at a time, by a checkpoint's server and by the peer.
         deterministic: serve the checkpoint with --deterministic.
         model: which model of a server; its first unless given.
         api_key: what the server wants as a bearer token; or the environment variable HEADMAX_API_KEY.
         device: where a checkpoint runs; auto takes a GPU if there is one.
         dtype: precision of a checkpoint's weights; bfloat16 on a GPU and float32 on a CPU unless given.
-        seed: of the prompts and of when they come.
+        seed: random seed of the prompts and their arrival times.
         out: append the records to this file.
     """
     from headmax import records

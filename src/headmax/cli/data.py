@@ -39,7 +39,7 @@ def prepare(
         separator: line between two documents of a .txt file.
         max_tokens: stop at this many training tokens, such as 15B.
         shard_tokens: tokens per shard.
-        part: prepare one of several parts, such as 3/8, for jobs side by side; `headmax data merge` puts them together.
+        part: prepare one of several parts, such as 3/8, for parallel jobs; `headmax data merge` joins them.
         workers: encoding processes; one per core unless given.
     """
     from rich.console import Console

@@ -78,7 +78,7 @@ def tables(
     form: Literal["markdown", "latex"] = "markdown",
     out: File = None,
 ) -> None:
-    """Render the paper's three tables with your results beside the paper's.
+    """Render the paper's three tables with your results next to the paper's.
 
     Args:
         records: files with records of `headmax eval`.

@@ -87,6 +87,9 @@ def one_line(box: str) -> str:
     message = re.sub(
         r"^Error parsing (\S+): no type matching (\S+) could be instantiated from \['(.*?)'\]\..*", r"\1 must be \2, got '\3'", message
     )
+    message = re.sub(r"^Error parsing (\S+): invalid literal for int\(\) with base 10: ", r"\1 must be INT, got ", message)
+    message = re.sub(r"^Error parsing (\S+): could not convert string to float: ", r"\1 must be FLOAT, got ", message)
+    message = re.sub(r"^Missing value for argument '(-\S+)'.*", r"\1 needs a value", message)
     message = re.sub(r"^Missing from [\w .-]+: (\S+( [A-Z]+)?).*", r"missing \1", message)
     message = re.sub(r"^Missing value for argument '(\w+)'.*", lambda found: f"missing {found[1].upper()}", message)
     message = message.removeprefix("Error parsing ").replace("Unrecognized options: ", "unknown option ")

@@ -13,7 +13,7 @@ KEY = "HEADMAX_API_KEY"
 def serve(
     checkpoint: Checkpoint,
     /,
-    host: str = "127.0.0.1",
+    host: Annotated[str, metavar("HOST")] = "127.0.0.1",
     port: int = 8000,
     max_batch: int = 16,
     prefix_cache: Size = 2 * 2**30,

@@ -145,7 +145,7 @@ def build_train(arguments: list[str]) -> Callable[..., None]:
             data: folder that `headmax data prepare` wrote, or a .jsonl of conversations; recipes of recall tasks need none.
             mix: further folders with their shares of the samples, as in books=0.3; --data has the rest.
             checkpoint: go on from a trained model; a softmax recipe gives gates, which start as 1, to a model without.
-            tokenizer: whose chat template writes the conversations; that of the --from checkpoint unless given.
+            tokenizer: folder with the tokenizer whose chat template formats conversations; the --from checkpoint's unless given.
             task: size of the recall task, which sets the vocabulary and the numbers of tokens.
         """
         from headmax.train.live import Live
