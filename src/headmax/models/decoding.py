@@ -58,7 +58,7 @@ class Watch:
             *(id(child) for own in self.children for child in own.values()),
             *(weight.data_ptr() if type(weight) is nn.Parameter else id(weight) for weight in weights),
             *map(len, self.hooks),
-            *((gate.temperature, gate.scale) for gate in self.gates),
+            *((gate.temperature, gate.scale, gate.kind, gate.read, gate.write) for gate in self.gates),
         ]
 
 
