@@ -279,8 +279,11 @@ def check_memory() -> None:
         if CHECKER.launch is not None:
             real, there = CHECKER.launch.resolve(ptrs.data, mask.data, None)
             ptrs = TensorHandle(real, ptrs.dtype)
-        if other is None:
-            other = TensorHandle(unknown(ptrs.data.shape, dtype, element == tl.bfloat16), element)
+        if other is None:  # of one number the interpreter takes `other=0.0` for none
+            one = ptrs.data.size == 1
+            other = TensorHandle(
+                np.zeros(ptrs.data.shape, dtype) if one else unknown(ptrs.data.shape, dtype, element == tl.bfloat16), element
+            )
         if there:
             return load(self, ptrs, mask, other, *options)
         return TensorHandle(np.where(mask.data, dtype.type(CHECKER.dry or 0), other.data), element)

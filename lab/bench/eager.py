@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from headmax.bench.isolated import isolated
 from headmax.bench.kernels import SPECS
-from headmax.bench.timing import median
 from headmax.bench.train import fla, ours
 from headmax.ops.spec import Case
 from headmax.records import Record, Recorder
@@ -75,7 +74,7 @@ def steps(plan: Plan, builds: dict[str, Callable[[], nn.Module]]) -> Iterator[Re
                 if n:
                     times[name].append((time.perf_counter() - begin) / 3)
         for name, found in times.items():
-            taken = statistics.median(found)
+            taken = median(found)
             extra: dict[str, Any] = {"fastest": min(found), "slowest": max(found), "rounds": plan.rounds}
             case, impl = f"{name} {length}x{batch}", "fla" if name.startswith("fla ") else "headmax"
             yield make(case, impl, "not compiled/step", 1e3 * taken, "ms", **extra)

@@ -239,7 +239,7 @@ class FailingScorer:
 
     def __init__(self, scorer: Scorer, error: str, lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         self.scorer, self.source, self.error, self.lost, self.calls = scorer, scorer.source, error, lost, 0
-        self.model = SimpleNamespace(device=torch.device("cuda"))
+        self.model, self.ranks = SimpleNamespace(device=torch.device("cuda")), 1
         monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
 
     def synchronize(self, device: torch.device) -> None:
@@ -342,7 +342,7 @@ def test_names() -> None:
     assert model_name(make_model("gla").config, "x") == "x"
 
 
-@pytest.mark.parametrize(("module", "model"), [("headmax.eval.lm_eval", "headmax"), ("lm_eval", "hf")])
+@pytest.mark.parametrize(("module", "model"), [("headmax.eval.lm_eval", "headmax"), pytest.param("lm_eval", "hf", marks=pytest.mark.slow)])
 def test_the_harness_s_own_command_line(
     module: str, model: str, checkpoint: Path, data_dir: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:

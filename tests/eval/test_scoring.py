@@ -147,7 +147,7 @@ def test_ranks_share_out_the_batches_of_one_process(
         scorer = Scorer(model, tokenizer, batch_tokens=200)
         scorer.share_with(World(rank, 3, torch.device("cpu"), None))
         shares.append(scorer.answers(asked))
-    assert min(map(len, shares)) > 5
+    assert all(shares)
     assert sum(map(len, shares)) == len({request.id for request in asked})
     one = answer(model, asked, tokenizer, batch_tokens=200)
     assert shares[0] | shares[1] | shares[2] == one

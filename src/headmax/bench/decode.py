@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from headmax import HeadmaxForCausalLM, recipes
 from headmax.bench.isolated import isolated
-from headmax.bench.timing import Ceilings, median, paired, seconds
+from headmax.bench.timing import Ceilings, paired, seconds
 from headmax.generate import GREEDY, Engine, PrefixState, Request
 from headmax.generate.sampling import Features
 from headmax.records import Record, Recorder

@@ -6,12 +6,13 @@ import inspect
 import itertools
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from headmax.bench.timing import Ceilings, interleaved, kernel_times, median, paired, peak_memory
+from headmax.bench.timing import Ceilings, interleaved, kernel_times, paired, peak_memory
 from headmax.ops.gated_delta_rule.spec import SPEC as GATED_DELTA_RULE
 from headmax.ops.gla.spec import SPEC as GLA
 from headmax.ops.kda.spec import SPEC as KDA
@@ -75,20 +76,10 @@ def trainable(case: Case) -> Callable[[str], bool]:
     return lambda name: name != "log_decay" or case.decay != "head"
 
 
-def shortened(case: Case, time: int = 200) -> Case:
-    """The same heads on one short row; packed sequences keep their proportions."""
-    if case.time <= time:
-        return replace(case, batch=1)
-    if case.lengths is None:
-        return replace(case, batch=1, time=time)
-    others = [max(1, length * time // case.time) for length in case.lengths[1:]]
-    return replace(case, batch=1, time=time, lengths=(time - sum(others), *others))
-
-
 def error(contender: Contender, case: Case, dtype: torch.dtype, device: torch.device) -> float:
     """Largest distance of output, state and gradients to the float64 oracle, on a short sequence."""
     spec = SPECS[contender.op]
-    inputs = spec.inputs(shortened(case), dtype, device)
+    inputs = spec.inputs(case.shortened(200), dtype, device)
     constants = {name: x for name, x in inputs.items() if not trainable(case)(name)}
     learned = {name: x for name, x in inputs.items() if name not in constants}
     expected, actual = spec.oracle(inputs), spec.evaluate(learned, lambda **x: contender.function(**x, **constants))

@@ -91,14 +91,10 @@ class Ceilings:
         if device.type != "cuda":
             return None
         a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
-        product = median([seconds(lambda: a @ b, device) for _ in range(20)])
+        product = statistics.median([seconds(lambda: a @ b, device) for _ in range(20)])
         large, copy = (torch.empty(2**30, device=device, dtype=torch.uint8) for _ in range(2))
-        moved = median([seconds(lambda: copy.copy_(large), device) for _ in range(20)])
+        moved = statistics.median([seconds(lambda: copy.copy_(large), device) for _ in range(20)])
         return cls(2 * 8192**3 / product, 2 * large.numel() / moved)
-
-
-def median(times: list[float]) -> float:
-    return statistics.median(times)
 
 
 def peak_memory(function: Callable[[], object], device: torch.device) -> int | None:

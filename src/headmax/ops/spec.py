@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -44,6 +44,13 @@ class Case:
     @property
     def sequences(self) -> int:
         return self.batch if self.lengths is None else len(self.lengths)
+
+    def shortened(self, time: int) -> Case:
+        """The same heads on one row of at most `time` tokens; packed sequences keep their proportions."""
+        if self.time <= time or self.lengths is None:
+            return replace(self, batch=1, time=min(self.time, time))
+        others = [max(1, length * time // self.time) for length in self.lengths[1:]]
+        return replace(self, batch=1, time=time, lengths=(time - sum(others), *others))
 
     def __str__(self) -> str:
         parts = [f"B{self.batch}T{self.time}H{self.heads}K{self.key}V{self.value}", self.decay]
