@@ -6,6 +6,7 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +246,42 @@ def test_a_hostile_index_is_not_executed(copied: Path, tmp_path: Path, headmax: 
             read()
     assert not marker.exists()
     assert not (tmp_path / "hf").exists()
+
+
+class EarlyPickler(pickle.Pickler):
+    """Pickles members of an enum as Python 3.11.0 to 3.11.3 do, Debian 12's among them."""
+
+    def reducer_override(self, x: Any) -> Any:
+        return (getattr, (type(x), x.name)) if isinstance(x, Enum) else NotImplemented
+
+
+def test_an_index_of_an_early_python_3_11_is_read(copied: Path) -> None:
+    checkpoint = copied / "checkpoints" / STEP
+    index = pickle.loads((checkpoint / ".metadata").read_bytes())
+    with (checkpoint / ".metadata").open("wb") as file:
+        EarlyPickler(file).dump(index)
+    seal(checkpoint)
+    assert b"getattr" in (checkpoint / ".metadata").read_bytes()
+    assert loading.load_model(copied).model.embed_tokens.weight.isfinite().all()
+
+
+@pytest.mark.parametrize("attribute", [(Path, "mkdir"), (Enum, "__members__"), (torch.Size, "numel")], ids=str)
+def test_no_other_attribute_is_read(attribute: tuple[Any, str], copied: Path) -> None:
+    checkpoint = copied / "checkpoints" / STEP
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(Attribute(*attribute)))
+    seal(checkpoint)
+    with pytest.raises(ValueError, match="which is not allowed"):
+        state_keys(checkpoint)
+
+
+class Attribute:
+    """Pickled as a call of getattr."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.call = owner, name
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, str]]:
+        return getattr, self.call
 
 
 def test_hostile_values_are_not_executed(copied: Path, tmp_path: Path) -> None:
