@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Literal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from headmax.cli.bench import say, sizes
 from headmax.cli.options import (
@@ -23,8 +25,24 @@ from headmax.cli.options import (
     one_of,
 )
 
+if TYPE_CHECKING:
+    from headmax.records import Record
+
 DTYPES = ("bfloat16", "float32")
 PARTS = ("static", "scheduler", "deterministic", "http", "hit", "prefill")
+
+
+def keep(measured: Iterator[Record], out: Path | None, width: int = 28, extra: bool = False) -> None:
+    """Prints each record as it is measured, with its further numbers if `extra`, and appends it to `out`."""
+    from headmax import records
+
+    if out is not None:
+        records.check(out)
+    for record in measured:
+        further = (f"   {name} {value:.4g}" for name, value in record.extra.items() if extra)
+        say(record.line(width) + "".join(further))
+        if out is not None:
+            records.append(out, [record])
 
 
 def train(
@@ -43,19 +61,14 @@ def train(
         limit: time limit of each process.
         out: append the records to this file.
     """
-    from headmax import recipes, records
+    from headmax import recipes
     from headmax.bench.train import Plan
     from lab.bench.train import bench
 
     plain = recipes.get(recipe).name.removeprefix("softmax-")
     at_least(1, rounds=rounds, limit=limit)
     find_device("cuda", "python -m lab bench train")
-    if out is not None:
-        records.check(out)
-    for record in bench(Plan(plain, sizes(grid), rounds), limit, say):
-        say(record.line())
-        if out is not None:
-            records.append(out, [record])
+    keep(bench(Plan(plain, sizes(grid), rounds), limit, say), out)
 
 
 def eager(
@@ -78,17 +91,12 @@ def eager(
         limit: time limit of each process.
         out: append the records to this file.
     """
-    from headmax import recipes, records
+    from headmax import recipes
     from lab.bench.eager import Plan, bench
 
     plain = recipes.get(recipe).name.removeprefix("softmax-")
     at_least(1, rounds=rounds, limit=limit)
-    if out is not None:
-        records.check(out)
-    for record in bench(Plan(plain, sizes(grid), rounds, find_device(device)), peer == "fla", limit, say):
-        say(record.line(width=40))
-        if out is not None:
-            records.append(out, [record])
+    keep(bench(Plan(plain, sizes(grid), rounds, find_device(device)), peer == "fla", limit, say), out, width=40)
 
 
 def record_set(
@@ -144,18 +152,12 @@ def drift(
     """
     import torch
 
-    from headmax import records
     from lab.bench.drift import measure, measure_prefix
 
     at_least(32, tokens=tokens)
-    if out is not None:
-        records.check(out)
     place = find_device(device)
     found = measure(recipe, tokens, place, getattr(torch, dtype)) if piece is None else measure_prefix(recipe, tokens, piece, place)
-    for record in found:
-        say(record.line(width=58))
-        if out is not None:
-            records.append(out, [record])
+    keep(found, out, width=58)
 
 
 def endure(
@@ -178,18 +180,12 @@ def endure(
         seed: of the moments of the kills and of the prompts.
         out: append the records to this file.
     """
-    from headmax import records
     from lab.bench.endure import PARTS, Plan, measure
 
     one_of("parts", parts, PARTS)
     at_least(1, seconds=seconds, every=every)
     at_least(0, kills=kills)
-    if out is not None:
-        records.check(out)
-    for record in measure(Plan(seconds, kills, find_device(device), parts, every, seed), say):
-        say(record.line(width=24))
-        if out is not None:
-            records.append(out, [record])
+    keep(measure(Plan(seconds, kills, find_device(device), parts, every, seed), say), out, width=24)
 
 
 def long(
@@ -214,15 +210,9 @@ def long(
     """
     import torch
 
-    from headmax import records
     from lab.bench.long import Plan, measure
 
-    if out is not None:
-        records.check(out)
-    for record in measure(Plan(recipe, tokens, segment, chunk, find_device(device), getattr(torch, dtype))):
-        say(record.line(width=40))
-        if out is not None:
-            records.append(out, [record])
+    keep(measure(Plan(recipe, tokens, segment, chunk, find_device(device), getattr(torch, dtype))), out, width=40)
 
 
 def released(
@@ -249,7 +239,6 @@ def released(
         tiny: narrow layers, to try the command.
         out: append the records to this file.
     """
-    from headmax import records
     from lab.bench.released import PEERS, Plan, bench
 
     at_least(1, rounds=rounds, limit=limit, layers=layers, prefill=prefill)
@@ -257,12 +246,7 @@ def released(
     shapes = sizes(train)
     if layers % 4 or len(shapes) != 1:
         raise ValueError("--layers must be a multiple of 4" if layers % 4 else f"--train takes one shape, got {len(shapes)}")
-    if out is not None:
-        records.check(out)
-    for record in bench(Plan(layers, shapes[0], prefill, rounds, find_device(device), tiny), peers, limit, say):
-        say(record.line(width=40))
-        if out is not None:
-            records.append(out, [record])
+    keep(bench(Plan(layers, shapes[0], prefill, rounds, find_device(device), tiny), peers, limit, say), out, width=40)
 
 
 def fit(
@@ -314,16 +298,9 @@ def serve(
     """
     import torch
 
-    from headmax import records
     from lab.bench.serve import Plan, measure
 
     one_of("parts", parts, PARTS)
     at_least(1, batches=batches, prompt=prompt, new_tokens=new_tokens, waves=waves, piece=piece, hit=hit)
-    if out is not None:
-        records.check(out)
     plan = Plan(recipe, batches, prompt, new_tokens, waves, piece, hit, find_device(device), getattr(torch, dtype))
-    for record in measure(plan, parts):
-        shown = "".join(f"   {name} {value:.4g}" for name, value in record.extra.items())
-        say(record.line(width=48) + shown)
-        if out is not None:
-            records.append(out, [record])
+    keep(measure(plan, parts), out, width=48, extra=True)
