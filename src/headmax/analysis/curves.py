@@ -33,19 +33,25 @@ def gate_entropies(line: Line, gate: str) -> list[float]:
     return [round(health["entropy"], 4) for name, health in line["gates"].items() if name.endswith(f"/{gate}")]
 
 
-def digest(run: Path, name: str | None = None) -> Iterator[Record]:
-    """Records of a finished run. `name` is the run's; unless given, its folder's name."""
-    if not (run / "summary.json").is_file():
+def read_run(run: Path) -> tuple[dict[str, Any], list[Line]]:
+    """The summary of a finished run, and the lines of the steps that were not skipped."""
+    file = run / "summary.json"
+    if not file.is_file():
         raise ValueError(f"{run}: no summary.json, which `headmax train` writes when a run ends; give the --out folder of a finished run")
-    summary = durable.read_json(run / "summary.json")
+    summary = durable.read_json(file)
     try:
         fields.check(summary, SUMMARY, set(SUMMARY), allow_unknown=True)
     except ValueError as error:
-        raise ValueError(f"{run / 'summary.json'}: not the summary of a run: {error}") from error
-    taken = (line for line in read_lines(run / "metrics.jsonl") if not line["skipped"])
-    lines = [line for line in taken if line["loss"] is not None and line["grad_norm"] is not None]
+        raise ValueError(f"{file}: not the summary of a run: {error}") from error
+    lines = [line for line in read_lines(run / "metrics.jsonl") if not (line["skipped"] or None in (line["loss"], line["grad_norm"]))]
     if not lines:
         raise ValueError(f"{run / 'metrics.jsonl'}: all steps were skipped, so there is nothing to plot")
+    return summary, lines
+
+
+def digest(run: Path, name: str | None = None) -> Iterator[Record]:
+    """Records of a finished run. `name` is the run's; unless given, its folder's name."""
+    summary, lines = read_run(run)
     origin = {"date": summary["date"], "device": summary["device"], "commit": summary["commit"]}
 
     def record(metric: str, value: float, unit: str, **extra: Any) -> Record:
@@ -63,13 +69,19 @@ def digest(run: Path, name: str | None = None) -> Iterator[Record]:
     yield record("gradient norm", statistics.median(norms), "median", curve=downsample(lines, "grad_norm", max))
     for kind, events in summary["stability"].items():
         yield record(kind.replace("_", " "), events["count"], "steps", definition=events["definition"])
-    with_gates = [line for line in lines if line.get("gates")]
     for gate in ("read", "write"):
-        if with_gates and (last := gate_entropies(with_gates[-1], gate)):
-            by_gate = with_gates[-1]["gates"]
-            dead = {name: health["dead"] for name, health in by_gate.items() if name.endswith(f"/{gate}") and health["dead"]}
-            curve = [(line["tokens"], round(statistics.fmean(gate_entropies(line, gate)), 4)) for line in with_gates]
-            yield record(f"{gate} gate entropy", statistics.fmean(last), "of the most", layers=last, dead=dead, curve=curve)
+        if (entropy := gate_entropy(lines, gate)) is not None:
+            yield record(f"{gate} gate entropy", entropy.pop("value"), "of the most", **entropy)
+
+
+def gate_entropy(lines: Sequence[Line], gate: str) -> dict[str, Any] | None:
+    """Its mean over layers at the end, each layer's, dead heads, and the curve; None if there is no such gate."""
+    lines = [line for line in lines if line.get("gates")]
+    if not lines or not (last := gate_entropies(lines[-1], gate)):
+        return None
+    dead = {name: health["dead"] for name, health in lines[-1]["gates"].items() if name.endswith(f"/{gate}") and health["dead"]}
+    curve = [(line["tokens"], round(statistics.fmean(gate_entropies(line, gate)), 4)) for line in lines]
+    return {"value": statistics.fmean(last), "layers": last, "dead": dead, "curve": curve}
 
 
 @styled()

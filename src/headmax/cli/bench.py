@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from headmax.cli.options import (
     Checkpoint,
@@ -23,6 +24,9 @@ from headmax.cli.options import (
     metavar,
     one_of,
 )
+
+if TYPE_CHECKING:
+    from headmax.records import Record
 
 OPS = ("linear_attention", "gla", "gated_delta_rule", "kda")
 TUNED = ("linear_attention", "gla", "gated_delta_rule")
@@ -113,16 +117,22 @@ def kernels(
             limit=limit,
             say=status.update if console.is_terminal else console.print,
         )
-    peers = {record.metric: record.value for record in measured if record.impl != "headmax"}
-    for record in measured:
-        text = record.line()
-        theirs = record.metric if peer == "fla" else f"gated_delta_rule/{record.metric.split('/')[1]}"  # transformers has that op alone
-        if theirs in peers and record.impl == "headmax" and record.unit == "ms":
-            whose = f"'s {theirs}" if theirs != record.metric else ""
-            text += f"   {peers[theirs] / record.value:.2f}x as fast as {peer}{whose}"
-        print(text)
+    for line in beside_peer(measured, peer):
+        print(line)
     if out is not None:
         records.append(out, measured)
+
+
+def beside_peer(measured: Sequence[Record], peer: str) -> Iterator[str]:
+    """A line for each record; times of ours with the speed-up over the peer's."""
+    peers = {record.metric: record.value for record in measured if record.impl != "headmax"}
+    for record in measured:
+        theirs = record.metric if peer == "fla" else f"gated_delta_rule/{record.metric.split('/')[1]}"  # transformers has that op alone
+        if record.impl != "headmax" or record.unit != "ms" or theirs not in peers:
+            yield record.line()
+        else:
+            whose = peer if theirs == record.metric else f"{peer}'s {theirs}"
+            yield f"{record.line()}   {peers[theirs] / record.value:.2f}x as fast as {whose}"
 
 
 def sizes(grid: tuple[str, ...]) -> list[tuple[int, int]]:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from multiprocessing import Pipe
@@ -266,11 +266,20 @@ def _write(
                 folder.commit(cursor, contents)
             if tokens["train"] >= max_tokens:
                 break
-    if config.part is None and (not tokens["train"] or (not tokens["valid"] and (config.valid or config.valid_fraction))):
+    if (empty := _empty_split(config, tokens)) is not None:
         folder.discard()
-        raise ValueError(_no_documents(config, "training" if not tokens["train"] else "validation", documents))
+        raise ValueError(_no_documents(config, empty, documents))
     folder.commit(cursor, contents)
     return folder.finish()
+
+
+def _empty_split(config: PrepareConfig, tokens: Mapping[str, int]) -> Literal["training", "validation"] | None:
+    """What there are no tokens for, though there should be. One part of several may lack either."""
+    if config.part is not None:
+        return None
+    if not tokens["train"]:
+        return "training"
+    return "validation" if not tokens["valid"] and (config.valid or config.valid_fraction) else None
 
 
 def _no_documents(config: PrepareConfig, use: Literal["training", "validation"], documents: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, Literal
@@ -58,33 +58,54 @@ def _grid(table: dict[str, Any], ours: Mapping[tuple[str, str, str], BySeed], sc
     grid.rows.append(["chance", "", *_plain(chance, digits)])
     notes: dict[str, None] = {}
 
-    def values(cells: Sequence[BySeed]) -> list[dict[int | None, float]]:
-        return [*map(_values, cells), *([_averages(table, cells)] if table["average"] else [])]
+    def cells(model: str) -> list[BySeed]:
+        return [ours.get((f"{model}-{scale}", column["task"], column["metric"]), {}) for column in columns]
 
-    def add(title: str, model: str, backbone: str) -> None:
-        """Our results, and their differences to the backbone."""
-        cells, base = ([ours.get((f"{name}-{scale}", c["task"], c["metric"]), {}) for c in columns] for name in (model, backbone))
-        row = [_ours(cell, column, digits, notes) for cell, column in zip(cells, columns, strict=True)]
-        if table["average"]:
-            row.append(spread(_averages(table, cells), digits))
-        grid.rows.append([title, f"ours, {scale}", *row])
-        if model != backbone:
-            pairs = zip(values(cells), values(base), strict=True)
-            grid.rows.append(["", "ours Δ", *(spread({s: a[s] - b[s] for s in a if s in b}, digits, "+") for a, b in pairs)])
-
-    for row, title in PAPER["models"].items():
-        backbone = row.removeprefix("softmax-")
-        paper, base = ([*table["values"][name], *([table["averages"][name]] if table["average"] else [])] for name in (row, backbone))
-        grid.rows.append([title, "paper", *_plain(paper, digits)])
-        if row != backbone:
-            grid.rows.append(["", "paper Δ", *(_signed(a - b, digits) for a, b in zip(paper, base, strict=True))])
-        add("", row, backbone)
-        for control, label in controls.items():
-            if row != backbone and any(model == f"{control}-{backbone}-{scale}" for model, _, _ in ours):
-                add(f"{label} {PAPER['models'][backbone]}", f"{control}-{backbone}", backbone)
+    for model, title in PAPER["models"].items():
+        backbone = model.removeprefix("softmax-")
+        base = None if model == backbone else backbone
+        grid.rows += _paper_rows(table, model, title, base)
+        for name, label in ({model: ""} | (_controls(ours, scale, controls, backbone) if base else {})).items():
+            grid.rows += _our_rows(table, label, scale, cells(name), cells(base) if base else None, notes)
     several = any(len(records) > 1 for (model, _, _), records in ours.items() if model.endswith(f"-{scale}"))
     grid.notes = [LEGEND, SEVERAL_SEEDS if several else ONE_SEED, *(f"‡ {note}." for note in notes)]
     return grid
+
+
+def _controls(ours: Mapping[tuple[str, str, str], BySeed], scale: str, controls: Mapping[str, str], backbone: str) -> dict[str, str]:
+    """The controls of a backbone that have results, and their titles."""
+    measured = {model for model, _, _ in ours}
+    titles = {f"{control}-{backbone}": f"{label} {PAPER['models'][backbone]}" for control, label in controls.items()}
+    return {model: title for model, title in titles.items() if f"{model}-{scale}" in measured}
+
+
+def _paper_rows(table: dict[str, Any], model: str, title: str, base: str | None) -> Iterator[list[str]]:
+    """The paper's results, and their differences to those of `base`."""
+    digits = table["digits"]
+
+    def cells(name: str) -> list[float]:
+        return [*table["values"][name], *([table["averages"][name]] if table["average"] else [])]
+
+    yield [title, "paper", *_plain(cells(model), digits)]
+    if base is not None:
+        yield ["", "paper Δ", *(_signed(a - b, digits) for a, b in zip(cells(model), cells(base), strict=True))]
+
+
+def _our_rows(
+    table: dict[str, Any], title: str, scale: str, cells: Sequence[BySeed], base: Sequence[BySeed] | None, notes: dict[str, None]
+) -> Iterator[list[str]]:
+    """Our results, and their differences to those of `base` with the same seed; adds to `notes`."""
+    digits = table["digits"]
+
+    def values(cells: Sequence[BySeed]) -> list[dict[int | None, float]]:
+        return [*map(_values, cells), *([_averages(table, cells)] if table["average"] else [])]
+
+    row = [_ours(cell, column, digits, notes) for cell, column in zip(cells, table["columns"], strict=True)]
+    averages = [spread(values(cells)[-1], digits)] if table["average"] else []
+    yield [title, f"ours, {scale}", *row, *averages]
+    if base is not None:
+        pairs = zip(values(cells), values(base), strict=True)
+        yield ["", "ours Δ", *(spread({s: a[s] - b[s] for s in a if s in b}, digits, "+") for a, b in pairs)]
 
 
 def _values(cell: BySeed) -> dict[int | None, float]:

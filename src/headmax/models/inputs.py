@@ -14,6 +14,7 @@ from torch import Tensor
 from headmax.layers.block import Block
 from headmax.layers.fusion import Fusion, fusion_enabled
 from headmax.layers.head_parallel import embed
+from headmax.layers.loss import IGNORED
 from headmax.layers.mixers.attention import AttentionSlots, AttentionState, attention_mask
 from headmax.layers.padding import Padding
 from headmax.layers.rotary import Rotary, RotarySettings
@@ -79,6 +80,26 @@ def find_packing(
     return packing_of_positions(position_ids, batch)
 
 
+def named_packing(cu_seqlens: Tensor | Packing | None, position_ids: Tensor | None, others: dict[str, Any]) -> Tensor | Packing | None:
+    """`cu_seqlens`, or what transformers' collators pass under another name."""
+    if cu_seqlens is None:
+        cu_seqlens = others.pop("cu_seq_lens_q", None)
+    if "seq_idx" in others and position_ids is None and cu_seqlens is None:
+        raise ValueError("seq_idx alone does not tell where sequences lie: pass cu_seqlens or position_ids")
+    return cu_seqlens
+
+
+def within_sequences(
+    labels: Tensor, tokens: Tensor | None, mask: Tensor | None, position_ids: Tensor | None, cu_seqlens: Tensor | Packing | None
+) -> tuple[Tensor | Packing | None, Tensor]:
+    """The packing, and the labels with those dropped that the last token of another sequence would predict."""
+    if tokens is None:
+        return cu_seqlens, labels
+    padding = None if mask is None else find_padding(mask[:, -tokens.shape[1] :])
+    packing = find_packing(tokens, padding, position_ids, cu_seqlens)
+    return packing, labels if packing is None else labels.masked_fill(packing.positions == 0, IGNORED)
+
+
 def check_token_shapes(batch: int, time: int, past: int, position_ids: Tensor | None, mask: Tensor | None) -> None:
     """Positions and mask have a number for each token of x [batch, time], which follow `past` tokens in the cache."""
     if position_ids is not None and tuple(position_ids.shape) not in ((1, time), (batch, time)):
@@ -110,6 +131,14 @@ def check_parallel(
         raise ValueError("cu_seqlens must be this rank's Packing.piece where there is a context group, got a tensor")
     if cu_seqlens is None and position_ids is None:
         raise ValueError("position_ids must be those of this rank's tokens, [batch or 1, time], where there is a context group")
+
+
+def check_packed(model: HeadmaxModel, packing: Packing | None, padding: Padding | None, keeps_states: bool) -> None:
+    """What packed sequences go together with."""
+    if packing is not None and padding is not None:
+        raise ValueError("attention_mask pads rows and cu_seqlens packs sequences: give one of them")
+    if packing is not None and keeps_states and any(model.uses_attention):
+        raise ValueError("attention layers keep no states of packed sequences: pass use_cache=False and no past_key_values")
 
 
 def count_positions(x: Tensor, cache: HeadmaxCache | None, packing: Packing | None, padding: Padding | None) -> Tensor:
@@ -181,11 +210,7 @@ def read_inputs(
     return_gates: bool,
 ) -> Inputs:
     """Checks the arguments of `HeadmaxModel.forward` and prepares what the blocks share."""
-    if (input_ids is None) == (inputs_embeds is None):
-        raise ValueError("give exactly one of input_ids and inputs_embeds")
-    x = embed(model.embed_tokens, model.tensor_group, cast(Tensor, input_ids)) if inputs_embeds is None else inputs_embeds
-    # embeddings are looked up in float32; the residual stream has the dtype that autocast computes in
-    x = x.to(autocast_dtype(x.device) or x.dtype)
+    x = _embedded(model, input_ids, inputs_embeds)
     batch, time, _ = x.shape
     check_parallel(model, position_ids, cu_seqlens, attention_mask, cache, use_cache)
     if cache is not None:
@@ -194,13 +219,10 @@ def read_inputs(
     check_token_shapes(batch, time, past, position_ids, attention_mask)
     padding = None if attention_mask is None else find_padding(attention_mask[:, -time:])
     packing = find_packing(x, padding, None if model.context_group else position_ids, cu_seqlens)
-    if packing is not None and padding is not None:
-        raise ValueError("attention_mask pads rows and cu_seqlens packs sequences: give one of them")
-    if packing is not None and (use_cache or past) and any(model.uses_attention):
-        raise ValueError("attention layers keep no states of packed sequences: pass use_cache=False and no past_key_values")
+    check_packed(model, packing, padding, keeps_states=bool(use_cache or past))
     if use_cache is None:
         parallel = model.context_group is not None or model.tensor_group is not None
-        use_cache = model.config.use_cache and not model.training and packing is None and not parallel
+        use_cache = model.config.use_cache and not (model.training or packing is not None or parallel)
     if use_cache and cache is None:
         cache = HeadmaxCache(model.config.num_hidden_layers)
     few = past > 0 and time <= MOST_TOKENS and use_cache and packing is None and padding is None and not torch.is_grad_enabled()
@@ -218,6 +240,14 @@ def read_inputs(
         tuple(zip(model.uses_attention, model.rotary, model.windows, strict=True)),
         return_gates,
     )
+
+
+def _embedded(model: HeadmaxModel, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+    """The residual stream [batch, time, hidden] before the first block, in the dtype that autocast computes in."""
+    if (input_ids is None) == (inputs_embeds is None):
+        raise ValueError("give exactly one of input_ids and inputs_embeds")
+    x = embed(model.embed_tokens, model.tensor_group, cast(Tensor, input_ids)) if inputs_embeds is None else inputs_embeds
+    return x.to(autocast_dtype(x.device) or x.dtype)
 
 
 def _fusion(model: HeadmaxModel, x: Tensor, one_step: bool) -> tuple[Fusion, ...]:

@@ -30,7 +30,7 @@ from headmax.layers.rotary import RotarySettings
 from headmax.models.cache import HeadmaxCache, adopt
 from headmax.models.configuration import HeadmaxConfig
 from headmax.models.decoding import Decoder
-from headmax.models.inputs import check_arguments, find_packing, find_padding, read_inputs
+from headmax.models.inputs import check_arguments, named_packing, read_inputs, within_sequences
 from headmax.ops.packing import Packing
 
 RECOMPILATIONS = 32
@@ -235,18 +235,12 @@ class HeadmaxForCausalLM(HeadmaxPreTrainedModel, GenerationMixin):
         With labels in training mode (or `skip_logits=True`) the loss is computed piece by piece, and `.logits` is None.
         """
         check_arguments(kwargs)
-        if cu_seqlens is None:
-            cu_seqlens = kwargs.pop("cu_seq_lens_q", None)
-        if "seq_idx" in kwargs and position_ids is None and cu_seqlens is None:
-            raise ValueError("seq_idx alone does not tell where sequences lie: pass cu_seqlens or position_ids")
-        tokens = input_ids if input_ids is not None else inputs_embeds
+        cu_seqlens = named_packing(cu_seqlens, position_ids, kwargs)
         if labels is not None and self.model.context_group is not None:
             kwargs = self._piece_of_the_mean(**kwargs)
-        elif labels is not None and tokens is not None:
-            padding = None if attention_mask is None else find_padding(attention_mask[:, -tokens.shape[1] :])
-            cu_seqlens = find_packing(tokens, padding, position_ids, cu_seqlens)
-            if cu_seqlens is not None:  # the last token of a sequence does not predict the first of the next
-                labels = labels.masked_fill(cu_seqlens.positions == 0, -100)
+        elif labels is not None:
+            tokens = input_ids if input_ids is not None else inputs_embeds
+            cu_seqlens, labels = within_sequences(labels, tokens, attention_mask, position_ids, cu_seqlens)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         unusual = return_gates or output_hidden_states or cu_seqlens is not None
@@ -263,29 +257,31 @@ class HeadmaxForCausalLM(HeadmaxPreTrainedModel, GenerationMixin):
                 return_gates=return_gates,
                 output_hidden_states=output_hidden_states,
             )
-        hidden = output.last_hidden_state
-        assert hidden is not None
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits: Any = None
-        loss = None
-        plain = type(self.lm_head) is nn.Linear  # an adapter around it, such as LoRA's, must be called itself
-        if skip_logits is None:
-            skip_logits = self.training and labels is not None and plain
-        elif skip_logits and labels is not None and not plain:
-            raise ValueError(f"skip_logits=True takes the loss from lm_head's weight, but lm_head is a {type(self.lm_head).__name__}")
-        if not skip_logits:
-            logits = all_logits(self.lm_head, self.model.tensor_group, hidden[:, kept])
-            if labels is not None:
-                loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        elif labels is not None:
-            loss = self._loss(hidden, labels, kwargs.get("num_items_in_batch"), kwargs.get("shift_labels"))
+        loss, logits = self._read_out(cast(Tensor, output.last_hidden_state), labels, logits_to_keep, skip_logits, kwargs)
         return HeadmaxCausalLMOutput(
-            loss=loss,
-            logits=logits,
+            loss=loss,  # type: ignore[arg-type]
+            logits=logits,  # type: ignore[arg-type]
             past_key_values=output.past_key_values,
             hidden_states=output.hidden_states,
             gates=output.gates,
         )
+
+    def _read_out(
+        self, hidden: Tensor, labels: Tensor | None, logits_to_keep: int | Tensor, skip_logits: bool | None, others: dict[str, Any]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """(loss, logits) of the last hidden states; one of them is None where it is not asked for."""
+        plain = type(self.lm_head) is nn.Linear  # an adapter around it, such as LoRA's, must be called itself
+        if skip_logits and labels is not None and not plain:
+            raise ValueError(f"skip_logits=True takes the loss from lm_head's weight, but lm_head is a {type(self.lm_head).__name__}")
+        if skip_logits is None:
+            skip_logits = self.training and labels is not None and plain
+        if skip_logits:
+            return None if labels is None else self._loss(hidden, labels, **others), None
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = all_logits(self.lm_head, self.model.tensor_group, hidden[:, kept])
+        if labels is None:
+            return None, logits
+        return self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **others), logits
 
     def _replay(
         self,
@@ -320,7 +316,9 @@ class HeadmaxForCausalLM(HeadmaxPreTrainedModel, GenerationMixin):
             dist.all_reduce(num_items_in_batch, group=self.model.context_group)
         return {"shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch, **kwargs}
 
-    def _loss(self, x: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None, shift_labels: Tensor | None) -> Tensor:
+    def _loss(
+        self, x: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None, shift_labels: Tensor | None = None, **_: Any
+    ) -> Tensor:
         """The mean loss of predicting each next token; Hugging Face's Trainer hands the number of them in over all its devices."""
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]

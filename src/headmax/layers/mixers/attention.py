@@ -176,12 +176,7 @@ class Attention(nn.Module):
         fused: bool = False,
     ) -> MixerOutput:
         """x [B,T,E] → MixerOutput. `mask` is 0 at padded keys, [B, seen + T], or a finished [B or 1, 1, T, seen + T]."""
-        if packing is not None and (return_state or state is not None):
-            raise ValueError("Attention: packed sequences leave no state, whose keys could not be told apart: run them one by one")
-        if self.context_group is not None and (return_state or state is not None or mask is not None):
-            raise ValueError("context_group: pieces of sequences take no state and no mask, and leave no state")
-        if self.context_group is not None and packing is None and positions is None:
-            raise ValueError("Attention: positions must be given with a context_group, those of this rank's tokens, [batch or 1, time]")
+        self.check_inputs(state, return_state, positions, packing, mask)
         past = state.keys.shape[2] if isinstance(state, AttentionState) else 0
         if positions is None:
             start = torch.arange(past, past + x.shape[1], device=x.device)
@@ -192,6 +187,18 @@ class Attention(nn.Module):
         gate = None if self.g_proj is None else self.g_proj(x)
         o, new_state = self.read(self.q_proj(x), self.k_proj(x), self.v_proj(x), gate, rotary, state, mask, packing)
         return MixerOutput(self.o_proj(o), new_state if return_state else None, None)
+
+    def check_inputs(
+        self, state: tuple | None, return_state: bool, positions: Tensor | Rotary | None, packing: Packing | None, mask: Tensor | None
+    ) -> None:
+        """What packed sequences and pieces of sequences go together with."""
+        keeps_states = return_state or state is not None
+        if packing is not None and keeps_states:
+            raise ValueError("Attention: packed sequences leave no state, whose keys could not be told apart: run them one by one")
+        if self.context_group is not None and (keeps_states or mask is not None):
+            raise ValueError("context_group: pieces of sequences take no state and no mask, and leave no state")
+        if self.context_group is not None and packing is None and positions is None:
+            raise ValueError("Attention: positions must be given with a context_group, those of this rank's tokens, [batch or 1, time]")
 
     def read(
         self,
@@ -208,26 +215,33 @@ class Attention(nn.Module):
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, rotary), rotate(k, rotary)
-        if self.context_group is not None:
-            time = q.shape[1]
-            k, v = up_to_here(torch.stack([k, v], 2), self.context_group).unbind(2)
-            o, state = packed_attention(q, k, v, packing, self.window), AttentionState(k[:, -time:], v[:, -time:])
-            return o.flatten(2) if gate is None else o.flatten(2) * gate.sigmoid(), state
-        fresh = state is None or (isinstance(state, AttentionState) and not state.keys.shape[2])
-        if packing is not None or (self.window is not None and fresh and mask is None):
-            o, state = packed_attention(q, k, v, packing, self.window), AttentionState(k.transpose(1, 2), v.transpose(1, 2))
-        else:
-            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-            if isinstance(state, AttentionSlots):
-                k, v = state.write(k, v)
-                mask = state.mask(self.window) if mask is None else mask
-            else:
-                if state is not None:
-                    k, v = torch.cat([state.keys, k], dim=2), torch.cat([state.values, v], dim=2)
-                state = AttentionState(k, v)
-            o = attend(q, k, v, mask).transpose(1, 2)
+        o, state = self.attention(rotate(q, rotary), rotate(k, rotary), v, state, mask, packing)
         return o.flatten(2) if gate is None else o.flatten(2) * gate.sigmoid(), state
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: AttentionState | AttentionSlots | None,
+        mask: Tensor | None,
+        packing: Packing | None,
+    ) -> tuple[Tensor, AttentionState | AttentionSlots]:
+        """o [B,T,H,D] of q [B,T,H,D] and of k, v [B,T,G,D] after those in `state`, and the new state."""
+        time, group = q.shape[1], self.context_group
+        if group is not None:
+            k, v = up_to_here(torch.stack([k, v], 2), group).unbind(2)
+        first = state is None or (isinstance(state, AttentionState) and not state.keys.shape[2])
+        if group is not None or packing is not None or (self.window is not None and first and mask is None):
+            o = packed_attention(q, k, v, packing, self.window)
+            return o, AttentionState(*(x[:, -time:].transpose(1, 2) for x in (k, v)))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        if isinstance(state, AttentionSlots):
+            k, v = state.write(k, v)
+            return attend(q, k, v, state.mask(self.window) if mask is None else mask).transpose(1, 2), state
+        if state is not None:
+            k, v = torch.cat([state.keys, k], dim=2), torch.cat([state.values, v], dim=2)
+        return attend(q, k, v, mask).transpose(1, 2), AttentionState(k, v)
 
     def set_tensor_mesh(self, mesh: DeviceMesh) -> None:
         """Splits the heads over the ranks of the mesh."""
