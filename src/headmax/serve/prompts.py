@@ -19,6 +19,10 @@ from headmax.serve.cache import Node, PrefixCache
 from headmax.serve.job import Job, Likeliest, NewToken
 
 
+MOST_LATER = 64
+"""Texts that may wait to be read for the cache alone; of more, the oldest are dropped."""
+
+
 class Pieces(NamedTuple):
     """How prompts are cut."""
 
@@ -94,7 +98,8 @@ class Prompts:
     def __init__(self, model: HeadmaxForCausalLM, cache: PrefixCache | None, pieces: Pieces, wake: Callable[[], None]) -> None:
         self.model, self.cache, self.pieces, self.wake = model, cache, pieces, wake
         self.reading: list[Reading] = []
-        self.later: deque[Reading] = deque(maxlen=64)
+        self.later: deque[Reading] = deque()
+        """Texts that are read for the cache alone, the first of which may be under way."""
         self.turn = 0
         self.piece: Piece | None = None
         """The one under way."""
@@ -110,6 +115,8 @@ class Prompts:
         """Has the states after the whole chunks of a text [n] computed when no prompt is to be read."""
         end = len(text) // self.pieces.chunk * self.pieces.chunk
         if self.cache is not None and end > len(text) - generated:
+            if len(self.later) == MOST_LATER:
+                del self.later[1]
             self.later.append(Reading(text[:end], None, generated + 2 * self.pieces.chunk))
 
     def drop(self, job: Job) -> None:
