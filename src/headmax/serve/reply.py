@@ -69,8 +69,8 @@ class Continuation:
 
     def end(self, reason: str) -> None:
         if self.finish is None:
-            self.finish = reason
             self.text += "" if self.stream is None else self.stream.finish()
+            self.finish = "stop" if self.stream is not None and self.stream.stopped else reason
 
     def news(self) -> News:
         """What has come since the last call."""
