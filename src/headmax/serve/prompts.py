@@ -18,7 +18,6 @@ from headmax.models import HeadmaxForCausalLM
 from headmax.serve.cache import Node, PrefixCache
 from headmax.serve.job import Job, Likeliest, NewToken
 
-
 MOST_LATER = 64
 """Texts that may wait to be read for the cache alone; of more, the oldest are dropped."""
 
