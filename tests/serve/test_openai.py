@@ -267,7 +267,7 @@ def test_a_call_that_is_cancelled_frees_its_slot(server: Running) -> None:
             async for chunk in stream:
                 assert chunk.choices
                 break
-            assert soon(lambda: server.scheduler.running)
+            assert soon(lambda: server.scheduler.decoding.running)
             await stream.close()
             whole = asyncio.create_task(client.completions.create(**options))  # type: ignore[call-overload]
             await asyncio.sleep(0.2)
@@ -276,7 +276,7 @@ def test_a_call_that_is_cancelled_frees_its_slot(server: Running) -> None:
 
     asyncio.run(call())
     assert server.idle()
-    assert server.scheduler.batch.free() == 8
+    assert server.scheduler.decoding.batch.free() == 8
 
 
 def test_a_key(alone: Alone) -> None:
@@ -351,4 +351,4 @@ def test_many_clients_each_get_their_own_answer(server: Running, alone: Alone) -
     with ThreadPoolExecutor(24) as pool:
         for n, texts in enumerate(pool.map(call, range(24))):
             assert texts == [expected[n].text] * 2
-    assert soon(lambda: server.scheduler.batch.free() == 8)
+    assert soon(lambda: server.scheduler.decoding.batch.free() == 8)

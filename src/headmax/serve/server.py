@@ -25,7 +25,7 @@ from headmax.serve.cache import PrefixCache
 from headmax.serve.chat import end_tokens
 from headmax.serve.config import ServerConfig
 from headmax.serve.folder import Folder
-from headmax.serve.prompts import Pieces
+from headmax.serve.reading import Pieces
 from headmax.serve.scheduler import Scheduler
 from headmax.serve.service import Service
 from headmax.serve.tokenizer import ServedTokenizer
