@@ -173,6 +173,45 @@ def test_streamed_text_is_the_text_of_all_tokens(texts: list[str]) -> None:
             assert prompt + "".join([after.push(token) for token in ids[cut:]]) + after.finish() == whole
 
 
+class Pieces:
+    """A tokenizer of given pieces, which counts what it decodes."""
+
+    def __init__(self, *pieces: bytes) -> None:
+        self.pieces, self.decoded = pieces, 0
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+        self.decoded += len(tokens)
+        return b"".join(self.pieces[token] for token in tokens).decode("utf-8", "replace")
+
+
+def test_a_stop_string_beside_half_a_character_is_found_in_the_end() -> None:
+    tokenizer = Pieces(b"a", b" end\xe4")
+    stream = TextStream(tokenizer, [" end"])
+    assert [stream.push(0), stream.push(1), stream.stopped] == ["a", "", False]
+    assert (stream.finish(), stream.text, stream.stopped) == ("", "a", True)
+
+
+@pytest.mark.parametrize("token", [0, 1, 2], ids=["whole", "in bytes", "broken"])
+def test_a_token_costs_as_much_late_in_a_text_as_early(token: int) -> None:
+    """Also where each character is several tokens, and where bytes never make one."""
+    tokenizer = Pieces(b"ab ", b"\xe4", b"\xe4", b"\xb8", b"\xad")
+    stream, ids = TextStream(tokenizer), [1, 3, 4] * 400 if token == 1 else [token] * 1200
+    shown = "".join([stream.push(one) for one in ids])
+    assert shown + stream.finish() == tokenizer.decode(ids, True)
+    assert tokenizer.decoded < 120 * len(ids)
+    assert len(shown) > 0.9 * len(stream.text), "nothing is held back for long"
+
+
+def test_what_might_begin_a_stop_string_is_held_back() -> None:
+    """The longest end of the text that is a beginning of one, whatever repeats in it."""
+    stops = ["aab", "abac", "b" * 900]
+    for text in ("aaa", "xaba", "abaa", "ab", "bb" * 10, "caa", "c"):
+        stream = TextStream(Pieces(*(bytes([n]) for n in range(128))), stops)
+        shown = "".join([stream.push(ord(letter)) for letter in text])
+        held = max(n for n in range(len(text) + 1) if any(stop[:n] == text[len(text) - n :] for stop in stops))
+        assert shown == text[: len(text) - held]
+
+
 def test_text_and_tokens_are_the_same_request() -> None:
     engine = Engine(make_model(), tokenizer=make_tokenizer())
     ids = make_tokenizer()("abc")["input_ids"]

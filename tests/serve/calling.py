@@ -26,7 +26,7 @@ from headmax.serve.cache import PrefixCache
 from headmax.serve.config import ServerConfig
 from headmax.serve.job import Ended, Event, Failed, Job, NewToken, Read
 from headmax.serve.process import server_process
-from headmax.serve.prompts import Pieces
+from headmax.serve.reading import Pieces
 from headmax.serve.scheduler import Scheduler
 from headmax.serve.server import Server, listen, make_batch, make_server, make_service
 from headmax.serve.service import Service
@@ -91,7 +91,7 @@ def scheduling(
 ) -> Iterator[Scheduler]:
     """A scheduler in chunks of 128; `changes` are those of a server's configuration, or of `Scheduler`."""
     model = make_model() if model is None else model
-    options = {name: changes.pop(name) for name in ("ahead", "queue", "feed") if name in changes}
+    options = {name: changes.pop(name) for name in ("ahead", "queue", "tail") if name in changes}
     config = ServerConfig(**{"name": "tiny", "chunk": 128, "piece": 128, "max_batch": 4, "max_length": 2000} | changes)
     kept = (PrefixCache(config.chunk, {"cpu": cache}) if cache else None) if isinstance(cache, int) else cache
     pieces = Pieces(config.chunk, config.piece, config.deterministic)
@@ -117,9 +117,8 @@ class Running:
 
     def idle(self) -> bool:
         """Whether nothing is left of any request, after a moment's patience."""
-        return soon(
-            lambda: not (self.scheduler.running or self.scheduler.waiting or self.scheduler.prompts.reading or self.scheduler.ready)
-        )
+        own = self.scheduler
+        return soon(lambda: not (own.waiting or own.prompts.reading or own.decoding.entering or own.decoding.running))
 
 
 def openai_client(url: str, key: str = "none") -> openai.OpenAI:

@@ -1,5 +1,6 @@
 """The prefix cache: what is found, what goes first, what survives a restart, and what a damaged folder does."""
 
+import threading
 import time
 from pathlib import Path
 
@@ -169,6 +170,19 @@ def test_a_folder_has_a_limit_and_one_owner(tmp_path: Path) -> None:
     cache.match(text("a"))
     assert sum(node.saved for node in cache.on_disk.values()) == len(cache.on_disk) == len(list(tmp_path.glob("*.safetensors"))) > 0
     cache.close()
+
+
+def test_states_that_wait_to_be_written_are_bounded_by_their_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One may always wait, however large."""
+    monkeypatch.setattr("headmax.serve.folder.MOST_WAITING", 5 * nbytes(states(0)))
+    own, held = folder(tmp_path), threading.Event()
+    own.thread.submit(held.wait)
+    assert [own.save(text(letter).numpy(), states(0)) for letter in "abcdef"] == [True] * 5 + [False]
+    held.set()
+    own.thread.submit(int).result()
+    assert own.save(text("g").numpy(), states(0, 10**4))
+    own.close()
+    assert (own.waiting, len(list(tmp_path.glob("*.safetensors")))) == (0, 6)
 
 
 def test_a_folder_that_cannot_be_written_to_is_said_and_does_no_harm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from headmax.generate import Sampling
-from headmax.serve.prompts import Pieces, Reading
+from headmax.serve.reading import Pieces, Reading
 from headmax.serve.scheduler import Scheduler
 from tests.generate.checkpoint import MODELS, make_model, tokens
 
@@ -113,3 +113,18 @@ def test_pieces_do_not_depend_on_where_reading_begins() -> None:
                     reading.reader.position += prompts._size(reading, 128)
                     ends.append(reading.position)
                 assert ends == [end for end in [*range(128, length, 128), length] if end > past]
+
+
+def test_more_turns_may_end_than_can_be_kept_for_later() -> None:
+    """The text under way is not dropped for newer ones."""
+    with scheduling(deterministic=True, start=False) as scheduler:
+        prompts, texts = scheduler.prompts, [torch.tensor(tokens(130, seed=n)) for n in range(70)]
+        prompts.recompute(texts[0], 100)
+        assert prompts.next(128, 128) is not None
+        assert prompts.read(1) is None, "a block of two"
+        for text in texts[1:]:
+            prompts.recompute(text, 100)
+        scheduler.start()
+        assert soon(lambda: scheduler.cache is not None and scheduler.cache.counts["stores"] == 64)
+        assert [kept(scheduler, text[:128].tolist()) for text in texts] == [True] + [False] * 6 + [True] * 63
+        assert scheduler.broken is None

@@ -57,7 +57,7 @@ def test_clients_that_go_in_mid_stream_leave_nothing_behind() -> None:
             for connection in connections:
                 connection.sendall(raw(LONG))
                 assert connection.recv(100).startswith(b"HTTP/1.1 200 OK")
-            assert soon(lambda: len(server.scheduler.running) == 4)
+            assert soon(lambda: len(server.scheduler.decoding.running) == 4)
             for connection in connections:
                 if end == "reset":
                     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
@@ -66,7 +66,7 @@ def test_clients_that_go_in_mid_stream_leave_nothing_behind() -> None:
                 connection.close()
             answers(server, alone)
             assert server.idle(), end
-            assert server.scheduler.batch.free() == 4
+            assert server.scheduler.decoding.batch.free() == 4
 
 
 def test_a_client_that_does_not_read_holds_nobody_up_and_ends() -> None:
@@ -78,7 +78,7 @@ def test_a_client_that_does_not_read_holds_nobody_up_and_ends() -> None:
         connection.sendall(raw(LONG | {"max_tokens": 900_000, "logprobs": 20, "n": 3}))
         for _ in range(3):
             answers(server, alone)
-        assert soon(lambda: not server.scheduler.running)
+        assert soon(lambda: not server.scheduler.decoding.running)
         connection.close()
 
 
@@ -117,7 +117,7 @@ def test_a_full_queue_is_said_with_503() -> None:
             calls = []
             for waiting in range(3):
                 calls.append(asyncio.create_task(client.post("/v1/completions", json=body)))
-                while not (server.scheduler.running and len(server.scheduler.waiting) == waiting):
+                while not (server.scheduler.decoding.running and len(server.scheduler.waiting) == waiting):
                     await asyncio.sleep(0.005)
             answer = await client.post("/v1/completions", json=body)
             assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
@@ -136,7 +136,7 @@ def test_a_full_queue_is_said_with_503() -> None:
 def test_a_model_that_fails_is_said_and_the_server_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = Alone()
     with serving(deterministic=True) as server:
-        run, fail = server.scheduler.batch.run, [True]
+        run, fail = server.scheduler.decoding.batch.run, [True]
 
         def failing(wanted: object) -> object:
             if fail:
@@ -144,7 +144,7 @@ def test_a_model_that_fails_is_said_and_the_server_goes_on(monkeypatch: pytest.M
                 raise RuntimeError("broken")
             return run(wanted)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(server.scheduler.batch, "run", failing)
+        monkeypatch.setattr(server.scheduler.decoding.batch, "run", failing)
         with pytest.raises(openai.InternalServerError, match="the model failed: broken"):
             server.client.completions.create(model="tiny", prompt=[5], max_tokens=5)
         answers(server, alone)

@@ -120,7 +120,7 @@ def test_a_caller_that_goes_frees_its_slot_behind_the_gateway() -> None:
         with socket.create_connection((host, int(port)), timeout=SECONDS) as connection:
             connection.sendall(head.encode() + body)
             assert connection.recv(100).startswith(b"HTTP/1.1 200 OK")
-            assert soon(lambda: server.scheduler.running)
+            assert soon(lambda: server.scheduler.decoding.running)
         assert server.idle()
 
 

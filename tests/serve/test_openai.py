@@ -207,10 +207,12 @@ def test_repeated_prompts_say_how_much_was_cached(server: Running) -> None:
         ({"stop": ["a"] * 17}, "stop: must be at most 16 strings"),
         ({"stop": ""}, "stop: must be at most"),
         ({"model": "other"}, "model 'other' is not served here; 'tiny' is"),
-        ({"extra_body": {"logit_bias": {"5": 1}}}, "logit_bias: unknown field"),
+        ({"extra_body": {"logit_bias": {"5": 1}}}, "logit_bias: not supported by this server"),
+        ({"suffix": "x"}, "suffix: not supported by this server"),
         ({"extra_body": {"temperatur": 1}}, "temperatur: unknown field"),
         ({"extra_body": {"stop_token_ids": [999]}}, "stop_token_ids: 999 is not in the vocabulary"),
         ({"best_of": 3}, "best_of: must be n = 1"),
+        ({"extra_body": {"x" * 10**6: 1}}, r"x{1000}\.\.\.$"),
     ],
 )
 def test_mistakes_are_named(server: Running, fields: dict, said: str) -> None:
@@ -225,12 +227,33 @@ def test_mistakes_in_chats_are_named(server: Running) -> None:
         ([], "messages: list should have at least 1 item"),
         ([{"role": "robot", "content": "a"}], r"messages.0.role: input should be 'system'"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "messages.0.content: must be text"),
-        ([{"role": "user", "content": "a", "audio": {"id": "x"}}], "messages.0.audio: unknown field"),
+        ([{"role": "user", "content": "a", "audio": {"id": "x"}}], "messages.0.audio: not supported by this server"),
+        ([{"role": "user", "content": "a", "colour": "red"}], "messages.0.colour: unknown field"),
     ):
         with pytest.raises(openai.BadRequestError, match=said):
             server.client.chat.completions.create(model="tiny", messages=messages)  # type: ignore[arg-type]
+    function = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    for field, value, said in (
+        ("tools", [function], "tools: not supported by this server"),
+        ("tool_choice", "required", "tool_choice: not supported by this server"),
+        ("modalities", ["text", "audio"], "modalities: not supported by this server"),
+        ("response_format", {"type": "json_object"}, "response_format.type: input should be 'text'"),
+        ("messages", [{"role": "tool", "content": "a", "tool_call_id": "b"}], "messages.0.tool_call_id: not supported by this server"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=said) as error:
+            server.client.chat.completions.create(**{"model": "tiny", "messages": CHAT, field: value})  # type: ignore[call-overload]
+        assert error.value.code == (None if field == "response_format" else "unsupported_parameter")
     with pytest.raises(openai.BadRequestError, match="top_logprobs: needs logprobs"):
         server.client.chat.completions.create(model="tiny", messages=CHAT, top_logprobs=2)
+
+
+def test_fields_that_ask_for_nothing_are_taken(server: Running) -> None:
+    """What clients send by default, and a conversation with an earlier answer in it."""
+    nothing = {"logit_bias": {}, "tool_choice": "none", "tools": [], "modalities": ["text"], "verbosity": "medium"}
+    more = nothing | {"user": "a", "store": True} | {"response_format": {"type": "text"}, "stop": None, "audio": None}
+    answer = server.client.chat.completions.create(model="tiny", messages=CHAT, max_tokens=3, extra_body=more)
+    messages = [*CHAT, answer.choices[0].message.model_dump() | {"annotations": []}, *CHAT]
+    assert server.client.chat.completions.create(model="tiny", messages=messages, max_tokens=3).usage is not None
 
 
 def test_a_call_that_is_cancelled_frees_its_slot(server: Running) -> None:
@@ -244,7 +267,7 @@ def test_a_call_that_is_cancelled_frees_its_slot(server: Running) -> None:
             async for chunk in stream:
                 assert chunk.choices
                 break
-            assert soon(lambda: server.scheduler.running)
+            assert soon(lambda: server.scheduler.decoding.running)
             await stream.close()
             whole = asyncio.create_task(client.completions.create(**options))  # type: ignore[call-overload]
             await asyncio.sleep(0.2)
@@ -253,7 +276,7 @@ def test_a_call_that_is_cancelled_frees_its_slot(server: Running) -> None:
 
     asyncio.run(call())
     assert server.idle()
-    assert server.scheduler.batch.free() == 8
+    assert server.scheduler.decoding.batch.free() == 8
 
 
 def test_a_key(alone: Alone) -> None:
@@ -266,6 +289,7 @@ def test_a_key(alone: Alone) -> None:
                 assert answer.json()["error"]["code"] == "invalid_api_key"
         with pytest.raises(openai.AuthenticationError):
             server.client.models.list()
+        assert httpx2.get(f"{server.url}/v1/models", headers={"authorization": "bearer sesame"}, trust_env=False).status_code == 200
         with openai_client(server.url, "sesame") as client:
             assert client.models.list().data[0].id == "tiny"
         assert httpx2.get(f"{server.url}/health", trust_env=False).json() == {"status": "ok"}
@@ -327,4 +351,4 @@ def test_many_clients_each_get_their_own_answer(server: Running, alone: Alone) -
     with ThreadPoolExecutor(24) as pool:
         for n, texts in enumerate(pool.map(call, range(24))):
             assert texts == [expected[n].text] * 2
-    assert soon(lambda: server.scheduler.batch.free() == 8)
+    assert soon(lambda: server.scheduler.decoding.batch.free() == 8)

@@ -93,7 +93,7 @@ def test_a_watched_job_that_is_cancelled_leaves_nothing() -> None:
         watched.wait(tokens=5)
         scheduler.cancel(watched.job)
         assert len(other.wait().tokens[0]) == 30
-        assert soon(lambda: not scheduler.gates.under_way and scheduler.batch.free() == 4)
+        assert soon(lambda: not scheduler.gates.under_way and scheduler.decoding.batch.free() == 4)
 
 
 def test_the_page_is_one_of_its_own(server: Running) -> None:

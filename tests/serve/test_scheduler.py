@@ -14,7 +14,7 @@ import torch
 from headmax.generate import GREEDY, Sampling
 from headmax.serve.batch import FirstTokens, SharedBatch
 from headmax.serve.job import Closed, Full, Job
-from headmax.serve.prompts import Piece
+from headmax.serve.reading import Piece
 from headmax.serve.scheduler import Scheduler
 from tests.generate.checkpoint import MODELS, make_model, tokens
 
@@ -43,7 +43,7 @@ def test_jobs_at_any_time_give_what_each_gives_alone(name: str, ahead: int) -> N
             assert alone.tied(prompt, expected.tokens, got.tokens[0], rule)
             if expected.tokens == got.tokens[0]:
                 assert got.logprobs[0] == pytest.approx(expected.logprobs, abs=1e-3)
-        assert soon(lambda: not scheduler.running and scheduler.batch.free() == 4)
+        assert soon(lambda: not scheduler.decoding.running and scheduler.decoding.batch.free() == 4)
 
 
 @everywhere
@@ -51,7 +51,7 @@ def test_jobs_at_any_time_give_what_each_gives_alone(name: str, ahead: int) -> N
 def test_the_end_of_a_prompt_can_be_read_by_steps(name: str, ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a prefix hit, of one choice or several, at once beside others; not where the sampler must know what was sampled."""
     alone, document = Alone(make_model(name)), tokens(256, seed=5)
-    with scheduling(make_model(name), ahead=ahead, feed=8, max_batch=6, start=False) as scheduler:
+    with scheduling(make_model(name), ahead=ahead, tail=8, max_batch=6, start=False) as scheduler:
         steps = Steps(scheduler, monkeypatch)
         scheduler.start()
         submit(scheduler, job([*document, 9], 1))[0].wait()
@@ -149,7 +149,7 @@ def test_cancelling_frees_the_slot_and_leaves_the_others_alone() -> None:
         scheduler.cancel(later.job)
         scheduler.cancel(several.job)
         scheduler.cancel(endless[1].job)
-        assert soon(lambda: not scheduler.running and not scheduler.waiting and scheduler.batch.free() == 2)
+        assert soon(lambda: not scheduler.decoding.running and not scheduler.waiting and scheduler.decoding.batch.free() == 2)
 
 
 def test_jobs_are_taken_in_order_and_refused_when_too_many_wait() -> None:
@@ -175,7 +175,7 @@ class Steps:
 
     def __init__(self, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[tuple[str, int]] = []
-        read, run = scheduler.prompts.read, scheduler.batch.run
+        read, run = scheduler.prompts.read, scheduler.decoding.batch.run
 
         def noted_read(blocks: int) -> Piece | None:
             if (piece := read(blocks)) is not None:
@@ -187,7 +187,7 @@ class Steps:
             return run(wanted)
 
         monkeypatch.setattr(scheduler.prompts, "read", noted_read)
-        monkeypatch.setattr(scheduler.batch, "run", noted_run)
+        monkeypatch.setattr(scheduler.decoding.batch, "run", noted_run)
 
 
 LAYERS = 8
@@ -202,7 +202,7 @@ class Simulated:
         """When each ended."""
         self.pieces: list[tuple[float, int, int]] = []
         """When each ended, where in its text, and how many tokens it had."""
-        run, read, scheduler.pace.now = scheduler.batch.run, scheduler.prompts._run, lambda: self.time
+        run, read, scheduler.pace.now = scheduler.decoding.batch.run, scheduler.prompts._run, lambda: self.time
 
         def timed_run(wanted: Any) -> Any:
             self.time += 1.0
@@ -216,7 +216,7 @@ class Simulated:
                 self.pieces.append((self.time, piece.starts[0] + piece.count, piece.tokens))
             return hidden
 
-        monkeypatch.setattr(scheduler.batch, "run", timed_run)
+        monkeypatch.setattr(scheduler.decoding.batch, "run", timed_run)
         monkeypatch.setattr(scheduler.prompts, "_run", timed_read)
 
 
@@ -266,7 +266,7 @@ def test_gaps_are_bounded_by_real_times(monkeypatch: pytest.MonkeyPatch) -> None
         scheduler.pace.now = time.thread_time
         ended: list[float] = []
         during: list[bool] = []
-        run = scheduler.batch.run
+        run = scheduler.decoding.batch.run
 
         def timed(wanted: Any) -> Any:
             result = run(wanted)
@@ -274,7 +274,7 @@ def test_gaps_are_bounded_by_real_times(monkeypatch: pytest.MonkeyPatch) -> None
             during.append(bool(scheduler.prompts.reading))
             return result
 
-        monkeypatch.setattr(scheduler.batch, "run", timed)
+        monkeypatch.setattr(scheduler.decoding.batch, "run", timed)
         scheduler.start()
         (first,) = submit(scheduler, job(tokens(3), 300))
         first.wait(tokens=100)
@@ -301,7 +301,7 @@ def test_prompts_that_cannot_be_read_together_are_read_alone(monkeypatch: pytest
     """Too long, too short beside the others, scored, or when the pass over several fails."""
     alone = Alone()
     lengths = [100, 90, 20, 60, 300, 129]
-    with scheduling(piece=1000, max_batch=8, feed=0, start=False) as scheduler:
+    with scheduling(piece=1000, max_batch=8, tail=0, start=False) as scheduler:
         steps, groups = Steps(scheduler, monkeypatch), []
         run = scheduler.prompts._run
 
@@ -325,7 +325,7 @@ def test_prompts_that_cannot_be_read_together_are_read_alone(monkeypatch: pytest
 def test_a_step_or_a_prompt_that_fails_takes_no_one_else_along(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = Alone()
     with scheduling(max_batch=2, start=False) as scheduler:
-        run, read, fail = scheduler.batch.run, scheduler.prompts._run, {"run": 0, "read": 0}
+        run, read, fail = scheduler.decoding.batch.run, scheduler.prompts._run, {"run": 0, "read": 0}
 
         def failing(name: str, function: Any) -> Any:
             def call(*arguments: Any) -> Any:
@@ -336,7 +336,7 @@ def test_a_step_or_a_prompt_that_fails_takes_no_one_else_along(monkeypatch: pyte
 
             return call
 
-        monkeypatch.setattr(scheduler.batch, "run", failing("run", run))
+        monkeypatch.setattr(scheduler.decoding.batch, "run", failing("run", run))
         monkeypatch.setattr(scheduler.prompts, "_run", failing("read", read))
         scheduler.start()
         expected = alone(tokens(9), 8, GREEDY, eos=False).tokens
@@ -347,7 +347,7 @@ def test_a_step_or_a_prompt_that_fails_takes_no_one_else_along(monkeypatch: pyte
             with pytest.raises(torch.OutOfMemoryError, match=name):
                 broken.wait()
             assert submit(scheduler, whole)[0].wait().tokens[0] == expected
-            assert soon(lambda: scheduler.batch.free() == 2)
+            assert soon(lambda: scheduler.decoding.batch.free() == 2)
         assert scheduler.broken is None
 
 
@@ -357,7 +357,7 @@ def test_steps_that_fail_again_and_again_end_it_with_a_reason(monkeypatch: pytes
         def lost(wanted: Any) -> Any:
             raise RuntimeError("device lost")
 
-        monkeypatch.setattr(scheduler.batch, "run", lost)
+        monkeypatch.setattr(scheduler.decoding.batch, "run", lost)
         scheduler.start()
         for _ in range(3):
             with pytest.raises(RuntimeError, match="device lost"):
@@ -411,7 +411,7 @@ def test_memory_of_a_slot_that_held_nan_does_not_reach_its_next_sequence() -> No
             if x is not None:
                 x.fill_(torch.nan)
     with scheduling(model, max_length=50, start=False) as scheduler:
-        scheduler.batch = lanes
+        scheduler.decoding.batch = lanes
         scheduler.start()
         assert submit(scheduler, job(tokens(5), 20))[0].wait().tokens == expected
 
@@ -469,7 +469,7 @@ def test_many_threads_at_once() -> None:
         for thread in threads:
             thread.join(60)
         assert wrong == []
-        assert soon(lambda: not scheduler.running and scheduler.batch.free() == 5)
+        assert soon(lambda: not scheduler.decoding.running and scheduler.decoding.batch.free() == 5)
 
 
 def test_nothing_comes_after_the_end_of_a_choice_whose_next_step_is_under_way() -> None:

@@ -57,6 +57,8 @@ def test_lanes_and_states_by_kind_of_server(tmp_path: Path) -> None:
     assert isinstance(make_batch(model, exact), SeparateSteps)
     origins = {origin(model, config) for config in (plain, exact, ServerConfig("tiny", chunk=128))}
     assert len({*origins, origin(make_model(bos_token_id=2), plain)}) == 4
+    other = make_model(backend="reference")
+    assert (origin(other, plain) == origin(model, plain), origin(other, exact) == origin(model, exact)) == (True, False)
     cache = make_cache(model, plain)
     assert cache is not None
     assert cache.folder is not None

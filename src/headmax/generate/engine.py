@@ -263,6 +263,7 @@ class Collector:
                 still.append(n)
             elif stream is not None:
                 text += stream.finish()
+                completion.finish = "stop_string" if stream.stopped else completion.finish
             if self.on_token is not None:
                 self.on_token(n, token, text)
         self.active = still

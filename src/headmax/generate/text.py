@@ -6,7 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 CONTEXT = 16
-"""Most tokens before a text that are decoded along with its first ones."""
+"""Most tokens before a text, or before a new one, that are decoded along with it."""
+MOST_HELD = 64
+"""Tokens without a whole character, of which valid UTF-8 has four at most; they are taken as they are then."""
+BROKEN = "\ufffd"
+"""Stands for bytes that are no character, or not yet."""
 
 
 class TextStream:
@@ -15,18 +19,14 @@ class TextStream:
     def __init__(self, tokenizer: Any, stops: Sequence[str] = (), before: Sequence[int] = ()) -> None:
         """`before` are the prompt's tokens: many tokenizers drop a text's first space, which is no longer the first after them."""
         self.tokenizer, self.stops = tokenizer, tuple(stops)
+        self.longest = max(map(len, self.stops), default=0)
         self.window: list[int] = []
         self.shown = ""
         """The part of the window's text that was taken already."""
         self.text = ""
         self.given = 0
         self.stopped = False
-        for count in range(1, min(CONTEXT, len(before)) + 1):  # as few as have a text that does not end within a character
-            window = list(before[-count:])
-            shown = self._decode(window)
-            if shown and not shown.endswith("�"):
-                self.window, self.shown = window, shown
-                break
+        self._decode_from(list(before[-CONTEXT:]))
 
     def push(self, token: int) -> str:
         """The text that is certain after one more token; sets `stopped` where a stop string appears, which is cut off."""
@@ -34,36 +34,54 @@ class TextStream:
             return ""
         self.window.append(token)
         text = self._decode(self.window)
-        if not text.endswith("�"):  # a character whose bytes are not all there yet
-            start = max(0, len(self.text) - max(map(len, self.stops), default=0))
-            self.text += text[len(self.shown) :]
-            self.shown = text
-            if len(self.window) > 8:  # only a few tokens are decoded anew each time
-                alone = self._decode(self.window[-1:])
-                if alone and "�" not in alone:  # else it is part of a character, or hides how the next one begins
-                    self.window, self.shown = self.window[-1:], alone
-            ends = [at for stop in self.stops if (at := self.text.find(stop, start)) >= 0]
-            if ends:
-                self.text, self.stopped = self.text[: min(ends)], True
+        if text.endswith(BROKEN) and len(self.window) <= MOST_HELD:  # a character whose bytes are not all there yet
+            return ""
+        self._take(text)
+        if len(self.window) > 8 and not self._decode_from(self.window) and len(self.window) > MOST_HELD:
+            self.window = self.window[-1:]
+            self.shown = self._decode(self.window)
         return self._give(self._certain())
 
     def finish(self) -> str:
-        """What was held back, when no more tokens come."""
+        """What was held back, when no more tokens come; a stop string may be in it."""
         if not self.stopped:
-            self.text += self._decode(self.window)[len(self.shown) :]
+            self._take(self._decode(self.window))
         return self._give(len(self.text))
+
+    def _take(self, text: str) -> None:
+        """Adds what is new in the window's text, up to the first stop string."""
+        start = max(0, len(self.text) - self.longest)
+        self.text += text[len(self.shown) :]
+        self.shown = text
+        if ends := [at for stop in self.stops if (at := self.text.find(stop, start)) >= 0]:
+            self.text, self.stopped = self.text[: min(ends)], True
+
+    def _decode_from(self, tokens: list[int]) -> bool:
+        """Makes as few of the last of these tokens as have whole characters the window, so that only a few are decoded anew each time;
+        whether there are such."""
+        for count in range(1, min(CONTEXT, len(tokens)) + 1):
+            text = self._decode(tokens[-count:])
+            if text and BROKEN not in text:
+                self.window, self.shown = tokens[-count:], text
+                return True
+        return False
 
     def _decode(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
     def _certain(self) -> int:
         """How much of the text no stop string can take back."""
-        if self.stopped:
-            return len(self.text)
-        held = (n for stop in self.stops for n in range(len(stop) - 1, 0, -1) if self.text.endswith(stop[:n]))
-        return len(self.text) - max(held, default=0)
+        return len(self.text) - (0 if self.stopped else max((_held(self.text, stop) for stop in self.stops), default=0))
 
     def _give(self, end: int) -> str:
         new = self.text[self.given : end]
         self.given = max(self.given, end)
         return new
+
+
+def _held(text: str, stop: str) -> int:
+    """Characters at a text's end that are the beginning of a stop string."""
+    at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+    while at >= 0 and not stop.startswith(text[at:]):
+        at = text.find(stop[0], at + 1)
+    return len(text) - at if at >= 0 else 0

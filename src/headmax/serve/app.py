@@ -76,8 +76,8 @@ class Access:
     def allowed(self, scope: Scope) -> bool:
         if self.key is None or scope["path"] in OPEN:
             return True
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        return secrets.compare_digest(given, b"Bearer " + self.key.encode())
+        scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+        return scheme.lower() == b"bearer" and secrets.compare_digest(key, self.key.encode())
 
 
 async def api_error(request: Request, error: Exception) -> Response:

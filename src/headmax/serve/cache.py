@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from headmax.generate.step import State
-from headmax.serve.folder import Folder
+from headmax.serve.folder import Folder, nbytes
 
 logger = logging.getLogger("headmax")
 
@@ -126,13 +126,6 @@ class Tier:
         size = self.sizes.pop(node, None)
         self.used -= size or 0
         return size is not None
-
-
-def nbytes(states: States) -> int:
-    """Memory of states."""
-    sizes: list[int] = []
-    tree_map_only(Tensor, lambda x: sizes.append(x.nbytes), states)
-    return sum(sizes)
 
 
 class PrefixCache:

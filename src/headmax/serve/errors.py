@@ -9,14 +9,16 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 KINDS = {401: "authentication_error", 404: "not_found_error", 408: "timeout_error", 500: "server_error", 503: "server_error"}
+LONGEST = 1000
+"""Characters of a message: it may repeat what the caller sent."""
 
 
 class ApiError(Exception):
     """An answer with a status of 4xx, for what the caller did, or 503, for what may be tried again."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.param, self.code = status, param, code
+        super().__init__(message if len(message) <= LONGEST else f"{message[:LONGEST]}...")
+        self.status, self.param, self.code = status, param and param[:LONGEST], code
 
     def body(self) -> dict[str, Any]:
         kind = KINDS.get(self.status, "invalid_request_error")

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from headmax import durable
 from headmax.generate.prefix import pack_states, state_shapes, unpack_states
@@ -23,8 +25,15 @@ from headmax.generate.step import State
 logger = logging.getLogger("headmax")
 
 FORMAT = "headmax snapshot 1"
-MOST_WAITING = 64
-"""States that may wait to be written; more are not saved."""
+MOST_WAITING = 2**30
+"""Bytes of states that may wait to be written, in memory beside the cache's; more are not saved."""
+
+
+def nbytes(states: Sequence[State]) -> int:
+    """Memory of states."""
+    sizes: list[int] = []
+    tree_map_only(Tensor, lambda x: sizes.append(x.nbytes), tuple(states))
+    return sum(sizes)
 
 
 class Folder:
@@ -36,6 +45,7 @@ class Folder:
         self.lock = threading.Lock()
         self.sizes: OrderedDict[str, int] = OrderedDict()
         self.waiting = 0
+        """Bytes that are to be written."""
         self.gone: list[str] = []
         self.stack = contextlib.ExitStack()
         self.stack.enter_context(durable.sole_user(path))
@@ -73,11 +83,12 @@ class Folder:
 
     def save(self, tokens: np.ndarray, states: Sequence[State]) -> bool:
         """Has states written, unless too many wait already; whether they will be."""
+        size = nbytes(states)
         with self.lock:
-            if self.waiting >= MOST_WAITING:
+            if self.waiting and self.waiting + size > MOST_WAITING:
                 return False
-            self.waiting += 1
-        self.thread.submit(self._write, tokens, states)
+            self.waiting += size
+        self.thread.submit(self._write, tokens, states, size)
         return True
 
     def load(self, tokens: np.ndarray) -> Future[tuple[State, ...]]:
@@ -98,7 +109,7 @@ class Folder:
     def _file(self, name: str) -> Path:
         return self.path / f"{name}.safetensors"
 
-    def _write(self, tokens: np.ndarray, states: Sequence[State]) -> None:
+    def _write(self, tokens: np.ndarray, states: Sequence[State], size: int) -> None:
         name = self.name(tokens)
         try:
             tensors = {"tokens": torch.from_numpy(tokens.astype(np.int32)), **pack_states(states)}
@@ -114,7 +125,7 @@ class Folder:
                 self.gone.append(name)
         finally:
             with self.lock:
-                self.waiting -= 1
+                self.waiting -= size
 
     def _read(self, tokens: np.ndarray) -> tuple[State, ...]:
         file = self._file(self.name(tokens))

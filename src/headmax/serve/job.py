@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from headmax.analysis.gates import Layer
@@ -117,13 +118,17 @@ class Choice:
     """Its tokens so far, as the host knows them."""
     launched: int = 1
     """How many there are once all steps under way have ended; below 1 while steps read the prompt's end."""
-    feed: deque[int] = field(default_factory=deque)
-    """The end of its prompt, where steps are to read that."""
-    mark: tuple[int, Taken] | None = None
+    tail: deque[int] = field(default_factory=deque)
+    """The last tokens of its prompt, where steps are to read them."""
+    snapshot: tuple[int, Taken] | None = None
     """A number of tokens, and a copy of the states after them, to be kept when it ends."""
     done: bool = False
     last: float = field(default_factory=time.monotonic)
     """When its last token came."""
+
+    def text(self) -> Tensor:
+        """[n] the prompt and its tokens so far."""
+        return torch.cat([self.job.tokens, torch.tensor(self.new, dtype=torch.int64)])
 
     @property
     def fed(self) -> int:

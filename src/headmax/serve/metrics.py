@@ -64,7 +64,7 @@ class Metrics:
 
         gauge("queue", "Requests that wait for a slot.").set_function(lambda: len(scheduler.waiting))
         gauge("reading", "Prompts that are being read.").set_function(lambda: len(scheduler.prompts.reading))
-        gauge("batch", "Choices that are being generated.").set_function(lambda: len(scheduler.running))
+        gauge("batch", "Choices that are being generated.").set_function(lambda: len(scheduler.decoding.running))
         if cache is None:
             return
         self.registry.register(Counts(cache))

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import functools
 import html
-from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from typing import Any
 
 from pydantic.json_schema import models_json_schema
 from starlette.responses import Response
 
+from headmax import __version__
 from headmax.serve.schema import ChatBody, CompletionBody
 
 PARTS = {
@@ -72,12 +72,8 @@ def openapi(name: str) -> dict[str, Any]:
         if body is not None:
             entry["requestBody"] = {"required": True, "content": _json(body.__name__)}
         paths.setdefault(path, {})[method] = entry
-    try:
-        number = version("headmax")
-    except PackageNotFoundError:  # run from its source
-        number = "unknown"
     components = {"schemas": {**schemas["$defs"], "Error": ERROR}, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}
-    info = {"title": f"headmax serve: {name}", "version": number}
+    info = {"title": f"headmax serve: {name}", "version": __version__}
     return {"openapi": "3.1.0", "info": info, "security": [{"key": []}, {}], "paths": paths, "components": components}
 
 

@@ -69,8 +69,8 @@ class Continuation:
 
     def end(self, reason: str) -> None:
         if self.finish is None:
-            self.finish = reason
             self.text += "" if self.stream is None else self.stream.finish()
+            self.finish = "stop" if self.stream is not None and self.stream.stopped else reason
 
     def news(self) -> News:
         """What has come since the last call."""
@@ -136,7 +136,7 @@ class Reply:
 
     def _part(self, choice: Continuation, news: News) -> dict[str, Any]:
         """Of a stream."""
-        logprobs = None if self.logprobs is None else self._logprobs(choice, news.scores)
+        logprobs = self._logprobs(choice, news.scores) if self.logprobs is not None and news.scores else None
         made = {"index": choice.index, **self._content(news.text), "logprobs": logprobs, "finish_reason": choice.finish}
         made |= {"token_ids": news.tokens} if self.more.token_ids else {}
         return made | ({"gates": list(map(gates_shown, news.gates))} if self.more.gates else {})

@@ -12,13 +12,27 @@ from headmax.serve.errors import ApiError
 MOST_CHOICES = 128
 MOST_PROMPTS = 256
 MOST_STOPS, LONGEST_STOP = 16, 1000
-IGNORED = ("user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key", "verbosity")
+IGNORED = ("user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key")
 """Fields that change nothing here."""
-
-
-def _without_nulls(fields: Any) -> Any:
-    """null stands for the default, as OpenAI's clients have it."""
-    return {name: value for name, value in fields.items() if value is not None} if isinstance(fields, dict) else fields
+UNSUPPORTED: dict[str, Any] = {
+    "logit_bias": {},
+    "suffix": "",
+    "tools": [],
+    "tool_choice": "none",
+    "functions": [],
+    "function_call": "none",
+    "modalities": ["text"],
+    "verbosity": "medium",
+    "annotations": [],
+    "tool_calls": [],
+    "tool_call_id": None,
+    "refusal": None,
+    "audio": None,
+    "prediction": None,
+    "reasoning_effort": None,
+    "web_search_options": None,
+}
+"""OpenAI's fields for what this server cannot do, each with the value that asks for none of it."""
 
 
 def _stops(given: Any) -> Any:
@@ -60,8 +74,11 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _known(cls, fields: Any) -> Any:
-        fields = _without_nulls(fields)
-        return {name: value for name, value in fields.items() if name not in IGNORED} if isinstance(fields, dict) else fields
+        """Without the fields that ask for nothing; null stands for the default, as OpenAI's clients have it."""
+        if not isinstance(fields, dict):
+            return fields
+        given = {name: value for name, value in fields.items() if value is not None and name not in IGNORED}
+        return {name: value for name, value in given.items() if name not in UNSUPPORTED or value != UNSUPPORTED[name]}
 
 
 Kind = TypeVar("Kind", bound=Body)
@@ -134,6 +151,10 @@ def check(kind: type[Kind], fields: Any) -> Kind:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         where = ".".join(map(str, first["loc"])) or None
-        said = first["msg"].removeprefix("Value error, ")
-        said = "unknown field" if first["type"] == "extra_forbidden" else said[0].lower() + said[1:]
-        raise ApiError(400, f"{where}: {said}" if where else said, param=where) from None
+        said, code = first["msg"].removeprefix("Value error, "), None
+        said = said[0].lower() + said[1:]
+        if first["type"] == "extra_forbidden" and first["loc"][-1] in UNSUPPORTED:
+            said, code = "not supported by this server", "unsupported_parameter"
+        elif first["type"] == "extra_forbidden":
+            said = "unknown field"
+        raise ApiError(400, f"{where}: {said}" if where else said, param=where, code=code) from None

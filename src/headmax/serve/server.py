@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import uvicorn
 
-from headmax import durable
+from headmax import __version__, durable
 from headmax.generate.engine import Engine
 from headmax.generate.prefix import fingerprint
 from headmax.models import HeadmaxForCausalLM
@@ -25,7 +25,7 @@ from headmax.serve.cache import PrefixCache
 from headmax.serve.chat import end_tokens
 from headmax.serve.config import ServerConfig
 from headmax.serve.folder import Folder
-from headmax.serve.prompts import Pieces
+from headmax.serve.reading import Pieces
 from headmax.serve.scheduler import Scheduler
 from headmax.serve.service import Service
 from headmax.serve.tokenizer import ServedTokenizer
@@ -48,7 +48,8 @@ def origin(model: HeadmaxForCausalLM, config: ServerConfig) -> str:
     parts = [fingerprint(model), f"chunk {config.chunk}"]
     if config.deterministic:
         device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
-        parts += ["deterministic", torch.__version__, device, platform.machine(), f"{torch.get_num_threads()} threads"]
+        parts += ["deterministic", f"headmax {__version__}", f"torch {torch.__version__}", f"backend {model.config.backend}"]
+        parts += [device, platform.machine(), f"{torch.get_num_threads()} threads"]
     return ", ".join(parts)
 
 
