@@ -107,7 +107,7 @@ def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path: Path) -> 
 
 def test_all_ranks_hear_that_a_folder_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    monkeypatch.setattr(World, "share", lambda self, message: told.append(message) or told[0])
+    monkeypatch.setattr(World, "broadcast", lambda self, message: told.append(message) or told[0])
     with durable.sole_user(tmp_path):
         for rank in (0, 1):
             with (
