@@ -167,6 +167,8 @@ def test_long_sequences_are_cut_in_pieces_and_models_that_do_not_fit_spread() ->
 def test_wishes_are_kept_and_slow_links_avoided() -> None:
     found = ways(run(), work_of(), 0.5, 16, Wanted("fsdp", shard=8, context=2, tensor=1))
     assert [way.mesh for way in found] == [Mesh(16, "fsdp", 8, 2, 1)]
+    copies = [mesh for mesh in Wanted("fsdp", context=1).meshes(16, per_node=8) if mesh.shard]
+    assert copies == [Mesh(16, "fsdp", 8), Mesh(16, "fsdp", 4, tensor=2), Mesh(16, "fsdp", 2, tensor=4)]  # each within a node
     assert found[0].mesh.options == "--parallel.strategy fsdp --parallel.shard 8 --parallel.context 2"
     slow = replace(run(), cluster=Cluster.of("h200", network=0.1))
     assert ways(slow, work_of(), 0.5, 64)[0].step > ways(run(), work_of(), 0.5, 64)[0].step
@@ -207,6 +209,32 @@ def test_what_cannot_be_is_said() -> None:
     ):
         with pytest.raises(ValueError, match=said):
             estimate(run(), work_of(), 0.5, Mesh(**mesh))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        (Wanted(shard=3), "parallel.shard 3 must divide the 8 GPUs"),
+        (Wanted("ddp", shard=2), "parallel.shard goes with parallel.strategy fsdp"),
+        (Wanted(context=3), "parallel.context 3 times parallel.tensor 1 must divide the 8 GPUs"),
+        (Wanted(tensor=8), "parallel.tensor 8 must divide the heads of GatedLinearAttention, got 4"),
+    ],
+)
+def test_a_mesh_that_cannot_be_is_refused_for_its_own_reason(wanted: Wanted, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        list(table.render(run(), 8, wanted))
+
+
+def test_the_command_of_a_plan_trains_what_was_planned() -> None:
+    def command(**changes: int) -> str:
+        parts = table.render(replace(run(), **changes), 8, Wanted("fsdp", context=2, tensor=1))
+        return next(part for part in parts if isinstance(part, str) and part.startswith("torchrun"))
+
+    options = command(length=2**14, batch_tokens=2**18 + 5, tokens=10**9).split("--out RUN ")[1]
+    changed = f"--tokens {10**9} --length {2**14} --batch-tokens {2**18}"
+    assert options.startswith(f"{changed} --parallel.strategy fsdp --parallel.context 2 --compute.micro-batch ")
+    train = recipes.get("softmax-gla-340m").train
+    assert "tokens" not in command(tokens=train.token_budget, length=train.sequence_length, batch_tokens=train.batch_tokens)
 
 
 def test_without_records_the_assumption_is_stated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,7 +133,7 @@ def checkpoints(out: Path) -> list[str]:
 
 def command(out: Path, *options: str) -> list[str]:
     """`headmax train`: small, quick steps, a checkpoint every four."""
-    sizes = ["--task.num-pairs", "4", "--batch-tokens", "392", "--model.hidden-size", "128", "--device", "cpu"]
+    sizes = ["--task.num-pairs", "5", "--batch-tokens", "392", "--model.hidden-size", "128", "--device", "cpu"]
     every = ["--checkpoint-every", "4", "--eval.every", "0", "--log.print-every", "1000"]
     return ["-m", "headmax", "train", "mqar-softmax-linear", "--out", str(out), *sizes, *every, *options]
 

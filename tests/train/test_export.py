@@ -77,3 +77,9 @@ def test_every_field_is_an_option_and_the_recipe_its_default(tmp_path: Path, mon
     assert (model.mixer, model.num_heads, model.head_gate.kind, model.head_gate.read) == ("gla", 2, "sigmoid", True)
     assert source.identity == {"task": "mqar", "generator": "philox", "seed": 5, "num_pairs": 4, "vocab_size": 64}
     assert json.dumps(source.identity)
+
+
+def test_a_task_sets_the_length_that_is_split(called: Called, tmp_path: Path) -> None:
+    """16 tokens with five pairs; the recipe's 49 could not be split in two."""
+    done = called("train", "mqar-softmax-linear", "--out", str(tmp_path), "--task.num-pairs", "5", "--parallel.context", "2")
+    assert done.stderr == "headmax: parallel.context 2 must divide the number of processes, got 1: start them with torchrun\n"

@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from headmax.data.source import Batch
 from headmax.models import HeadmaxForCausalLM
 from headmax.train import trainer
 from headmax.train.checkpoint import list_checkpoints, problem
-from headmax.train.faults import DeviceLost, Interrupted, NoMemory, TrainingError, check_device
+from headmax.train.faults import DeviceLost, Interrupted, NoMemory, PeerLost, TrainingError, check_device, check_peers
 from headmax.train.metrics import Log, read_lines
+from headmax.train.parallel import World
 from tests.train.small import Walks, checkpoints, command, finish, losses, parameters, poisoned, start, torchrun, train, wait_for_step
 
 
@@ -129,6 +131,18 @@ def test_a_gpu_that_fails_for_good_ends_the_run_in_one_line(tmp_path: Path, monk
     check_device(torch.device("cpu"), "a run")
     with pytest.raises(DeviceLost, match=r"^a run: CUDA error: unspecified launch failure; completed work is saved, rerun to resume$"):
         check_device(torch.device("cuda"), "a run")
+
+
+def test_a_lost_process_ends_the_run_in_one_line() -> None:
+    gloo = "[/src/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.7]:12173. This is typically caused by a crash. More"
+    two, other = World(1, 2, torch.device("cpu"), None), RuntimeError("shapes do not match")
+    check_peers(other, two, "a run")
+    check_peers(RuntimeError(gloo), World(0, 1, torch.device("cpu"), None), "a run")
+    for error, cause in ((RuntimeError(gloo), "Connection closed by peer [10.0.0.7]:12173"), (dist.DistBackendError("NCCL\nmore"), "NCCL")):
+        with pytest.raises(PeerLost) as lost:
+            check_peers(error, two, "a run")
+        why = f"rank 1 lost its connection to another process, which may have been killed ({cause})"
+        assert str(lost.value) == f"a run: {why}; completed work is saved, rerun to resume"
 
 
 def test_no_memory_says_what_to_make_smaller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ import tyro
 from headmax import recipes as book
 from headmax.cli.config_file import config_file, read_config
 from headmax.cli.options import COUNT, COUNT_OR_ZERO, File, Folder, Name, OutFolder, Recipe, metavar, shown_default
+from headmax.train.config import ParallelConfig
 
 RENAMED = {"token_budget": "tokens", "sequence_length": "length"}
 """Fields with another name on the command line, the same for all commands; the field's own name keeps working."""
@@ -109,6 +110,14 @@ def build(options: Any) -> Any:
     return options.built(**{name: build(value) if is_dataclass(value) else value for name, value in vars(options).items()})
 
 
+def configured(recipe: Any, config: Any, model: Any, task: Any) -> Any:
+    """The recipe with these options. How it is parallelized comes last: the task sets the length of the sequences to split."""
+    chosen = replace(recipe, model=build(model), train=build(replace(config, parallel=as_options(ParallelConfig()))))
+    if task is not None and build(task) != chosen.task:
+        chosen = chosen.on(build(task))
+    return replace(chosen, train=replace(chosen.train, parallel=build(config.parallel)))
+
+
 def recipe_name(arguments: list[str]) -> str:
     """The recipe that the first argument names, or the configuration file; for the help of `train`, the flagship."""
     first = arguments[0] if arguments else "--help"
@@ -151,9 +160,7 @@ def build_train(arguments: list[str]) -> Callable[..., None]:
         from headmax.train.live import Live
         from headmax.train.trainer import training
 
-        chosen = replace(book.get(recipe), model=build(model), train=build(config))
-        if task is not None and build(task) != chosen.task:
-            chosen = chosen.on(build(task))
+        chosen = configured(book.get(recipe), config, model, task)
         start: Any = {}
         if checkpoint is not None:
             chosen, start = chosen.after(checkpoint)

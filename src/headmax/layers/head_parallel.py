@@ -71,11 +71,11 @@ def embed(embedding: nn.Embedding, group: ProcessGroup | None, ids: Tensor) -> T
     if group is None:
         return embedding(ids)
     weight = cast(DTensor, embedding.weight).to_local()
-    own, padding = ids - group.rank() * len(weight), embedding.padding_idx
-    at, mine = own.clamp(0, len(weight) - 1), (own >= 0) & (own < len(weight))
-    if padding is not None:  # it has no gradient
-        mine = mine & (ids != padding)
-    return summed(F.embedding(at, weight) * mine.unsqueeze(-1).to(weight.dtype), group)
+    first, rows = group.rank() * len(weight), len(weight)
+    own, padding = ids - first, embedding.padding_idx
+    at, mine = own.clamp(0, rows - 1), (own >= 0) & (own < rows)
+    padding = padding - first if padding is not None and 0 <= padding - first < rows else None  # its row has no gradient
+    return summed(F.embedding(at, weight, padding) * mine.unsqueeze(-1).to(weight.dtype), group)
 
 
 def all_logits(last: nn.Linear, group: ProcessGroup | None, x: Tensor) -> Tensor:

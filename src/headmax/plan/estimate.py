@@ -177,12 +177,13 @@ class Wanted:
     tensor: int | None = None
 
     def meshes(self, gpus: int, per_node: int) -> Iterator[Mesh]:
-        """All of so many GPUs, the simplest first: tensor parallelism within a node, the rest in powers of two."""
+        """All of so many GPUs, the simplest first: tensor parallelism within a node, the rest in powers of two, FSDP over all or a node."""
         powers = [2**n for n in range(gpus.bit_length())]
         for tensor in [self.tensor] if self.tensor else [n for n in powers if n <= per_node]:
             for context in [self.context] if self.context else powers:
                 for strategy in [self.strategy] if self.strategy else get_args(Strategy):
-                    for shard in [self.shard] if self.shard else [None, per_node] if strategy == "fsdp" and gpus > per_node else [None]:
+                    node = [per_node // tensor] if strategy == "fsdp" and gpus > per_node > tensor else []
+                    for shard in [self.shard] if self.shard else [None, *node]:
                         try:
                             yield Mesh(gpus, strategy, shard, context, tensor)
                         except ValueError:

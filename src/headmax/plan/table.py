@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from headmax.plan.estimate import ANY, Estimate, TrainingJob, Wanted, estimate, memory, ways
 from headmax.plan.measured import check, choose_efficiency, measured_steps
-from headmax.plan.mesh import DIRECTIONS, MAX_GPUS
+from headmax.plan.mesh import DIRECTIONS, MAX_GPUS, Mesh
 from headmax.plan.work import Work
 from headmax.tables import Table
 
@@ -45,11 +45,11 @@ def render(run: TrainingJob, gpus: int, wanted: Wanted = ANY) -> Iterator[str | 
 
 
 def refuse(run: TrainingJob, work: Work, efficiency: float, gpus: int, wanted: Wanted) -> list[Estimate]:
-    """Raises what the simplest way says that is wanted."""
+    """Raises the error of the simplest mesh that is wanted."""
     for mesh in wanted.meshes(gpus, run.cluster.per_node):
         estimate(run, work, efficiency, mesh)
-    context, tensor = wanted.context or 1, wanted.tensor or 1
-    raise ValueError(f"parallel.context {context} times parallel.tensor {tensor} must divide the {gpus} GPUs")
+    strategy = wanted.strategy or ("fsdp" if wanted.shard else "ddp")
+    return [estimate(run, work, efficiency, Mesh(gpus, strategy, wanted.shard, wanted.context or 1, wanted.tensor or 1))]
 
 
 def introduction(run: TrainingJob, work: Work) -> Iterator[str]:
@@ -104,12 +104,21 @@ def details(run: TrainingJob, work: Work, way: Estimate) -> Iterator[str]:
     kept = {on: memory(work, tokens, way.mesh, way.accumulation, on)["activations"] / 1e9 for on in (False, True)}
     rest = ", ".join(f"{name} {held / 1e9:.2f}" for name, held in way.memory.items() if name != "activations")
     yield f"GB per GPU, {way.mesh}: {rest}, activations {kept[False]:.2f} ({kept[True]:.2f} with checkpointing)"
-    nodes = math.ceil(way.mesh.gpus / run.cluster.per_node)
+    yield command(run, way)
+
+
+def command(run: TrainingJob, way: Estimate) -> str:
+    """What to type, on each node."""
+    nodes, train = math.ceil(way.mesh.gpus / run.cluster.per_node), run.recipe.train
     start = "headmax train" if way.mesh.gpus == 1 else f"torchrun --nproc-per-node {way.mesh.gpus // nodes} -m headmax train"
     start = start.replace("torchrun", f"torchrun --nnodes {nodes}") if nodes > 1 else start
-    options = [way.mesh.options, f"--compute.micro-batch {way.micro_batch}"]
+    options = [f"--tokens {run.tokens}"] if run.tokens != train.token_budget else []
+    options += [f"--length {run.length}"] if run.length != train.sequence_length else []
+    batch = run.sequences * run.length
+    options += [f"--batch-tokens {batch}"] if batch != train.batch_tokens else []
+    options += [way.mesh.options, f"--compute.micro-batch {way.micro_batch}"]
     options += ["--compute.activation-checkpointing"] if way.checkpointing else []
-    yield " ".join([start, run.recipe.name, "--data DATA --out RUN", *filter(None, options)])
+    return " ".join([start, run.recipe.name, "--data DATA --out RUN", *filter(None, options)])
 
 
 def gigabytes(held: float) -> str:

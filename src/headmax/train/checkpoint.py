@@ -105,7 +105,7 @@ class Checkpoints:
     def close(self) -> None:
         """Waits for the last checkpoint, then for the first rank, which finishes it."""
         self.wait()
-        self.world.share(None)
+        self.world.broadcast(None)
 
     def newest(self) -> Path | None:
         """The newest intact checkpoint. Damaged newer ones are renamed, as the run will write these steps again."""
@@ -116,7 +116,7 @@ class Checkpoints:
                 renamed = folder.with_name(folder.name + BROKEN)
                 shutil.rmtree(renamed, ignore_errors=True)
                 folder.rename(renamed)
-        return self.world.share(intact)
+        return self.world.broadcast(intact)
 
 
 def load(folder: Path, state: dict[str, Any], single_process: bool, group: dist.ProcessGroup | None = None) -> None:

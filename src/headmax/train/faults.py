@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -50,6 +51,20 @@ def check_device(device: torch.device, during: str) -> None:
             torch.cuda.synchronize(device)
         except RuntimeError as error:
             raise DeviceLost(f"{during}: {str(error).splitlines()[0]}; completed work is saved, rerun to resume") from error
+
+
+class PeerLost(RuntimeError):
+    """Another process of the job has ended, so that this one cannot go on."""
+
+    exit_status = 1
+
+
+def check_peers(error: RuntimeError, world: World, during: str) -> None:
+    """PeerLost if `error` is that of a message to another process, as when that one was killed or its machine is gone."""
+    if world.size > 1 and (isinstance(error, dist.DistError) or "gloo/transport" in str(error)):
+        cause = str(error).splitlines()[0].split("] ", 1)[-1].split(". ")[0]  # without the place in gloo's source and its advice
+        why = f"rank {world.rank} lost its connection to another process, which may have been killed ({cause})"
+        raise PeerLost(f"{during}: {why}; completed work is saved, rerun to resume") from error
 
 
 class Interrupted(Exception):

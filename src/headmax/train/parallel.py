@@ -1,4 +1,4 @@
-"""One process or many: who takes part, on which device, and who shares what."""
+"""One process or many: their ranks and devices, and which of them hold the same data, sequence or heads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from headmax import durable
 from headmax.train.config import TrainConfig
 
 PATIENCE = timedelta(days=1)
-"""How long ranks wait for one that works alone; torchrun ends them where it has died."""
+"""How long ranks wait for one that works alone; if it dies, torchrun ends them."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class World:
     size: int
     device: torch.device
     host_group: dist.ProcessGroup | None
-    """For messages, beside the training."""
+    """Gloo, for Python objects; the training has groups of its own."""
     context_group: dist.ProcessGroup | None = None
     """The ranks that hold the pieces of the same sequences, as near each other as can be; None where each holds whole ones."""
     tensor: int = 1
-    """How many ranks, next to each other, share the heads: they have the same tokens."""
+    """How many consecutive ranks share the heads, and hold the same tokens."""
 
     @property
     def main(self) -> bool:
@@ -61,12 +61,12 @@ class World:
         return self.rank // (self.pieces * self.tensor)
 
     def sum(self, x: Tensor) -> Tensor:
-        """x added up over all ranks, in place."""
+        """x summed over all ranks, in place."""
         if self.size > 1:
             dist.all_reduce(x)
         return x
 
-    def share(self, message: Any) -> Any:
+    def broadcast(self, message: Any) -> Any:
         """The first rank's message, on all ranks."""
         if self.size == 1:
             return message
@@ -75,7 +75,7 @@ class World:
         return box[0]
 
     def first(self, work: Callable[[], Any]) -> Any:
-        """What the first rank's work gives, on all ranks; where it cannot be done they all raise its error."""
+        """The result of `work`, which only the first rank does, on all ranks; a ValueError or OSError is raised on all of them."""
         result: Any = None
         if self.main:
             try:
@@ -84,7 +84,7 @@ class World:
                 if self.size == 1:
                     raise
                 result = error, None
-        failed, given = self.share(result)
+        failed, given = self.broadcast(result)
         if failed is not None:
             raise failed
         return given
@@ -123,7 +123,7 @@ def find_device(name: str | None, source: str = "") -> torch.device:
 
 
 def check_pieces(size: int, context: int, tensor: int) -> None:
-    """Raises where the processes are not a multiple of those that share a sequence."""
+    """Raises if the number of processes is not a multiple of those that share a sequence."""
     if size % (context * tensor):
         named = [f"parallel.{name} {number}" for name, number in (("context", context), ("tensor", tensor)) if number > 1]
         raise ValueError(f"{' times '.join(named)} must divide the number of processes, got {size}: start them with torchrun")
@@ -133,7 +133,7 @@ def check_pieces(size: int, context: int, tensor: int) -> None:
 def join(device: str | None, context: int = 1, tensor: int = 1) -> Iterator[World]:
     """The world that torchrun's environment describes; its process group ends with the block unless it was there before.
 
-    `context` ranks have a piece of each sequence, and `tensor` ranks a share of the heads each."""
+    `context` ranks hold a piece of each sequence, `tensor` ranks a part of the heads."""
     mine = find_device(device)
     if mine.type == "cuda":
         torch.cuda.set_device(mine)
@@ -159,13 +159,13 @@ def join(device: str | None, context: int = 1, tensor: int = 1) -> Iterator[Worl
             dist.destroy_process_group()
 
 
-def spreads(config: TrainConfig, world: World) -> bool:
-    """Whether DDP, FSDP or another direction is at work. FSDP is on one process too, where torchrun started it."""
+def is_distributed(config: TrainConfig, world: World) -> bool:
+    """Whether the model or its batch is split over processes. FSDP runs on a single process too, if torchrun started it."""
     return world.size > 1 or (config.parallel.strategy == "fsdp" and dist.is_initialized())
 
 
 def graphed(config: TrainConfig, world: World) -> bool:
     """Whether micro-steps are CUDA graphs."""
-    return (
-        world.device.type == "cuda" and not spreads(config, world) and config.compute.cuda_graph is not False and not config.against_graphs
-    )
+    if world.device.type != "cuda" or is_distributed(config, world):
+        return False
+    return config.compute.cuda_graph is not False and not config.against_graphs

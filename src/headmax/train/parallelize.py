@@ -29,10 +29,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from headmax.models import HeadmaxForCausalLM
 from headmax.train.config import ParallelConfig, TrainConfig
-from headmax.train.parallel import World, spreads
+from headmax.train.parallel import World, is_distributed
 
 
-def replicated(model: nn.Module) -> list[nn.Parameter]:
+def replicated_parameters(model: nn.Module) -> list[nn.Parameter]:
     """What FSDP leaves whole and in float32: all but the matrices of linear layers and embeddings, which autocast rounds too.
 
     Norms, biases, A_log, dt_bias, head gates and short convolutions are few, and A_log rounded to bfloat16 is another decay.
@@ -42,8 +42,8 @@ def replicated(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if id(p) not in matrices]
 
 
-def ranks_of(world: World, parallel: ParallelConfig) -> DeviceMesh:
-    """Copies of the model, the ranks each is sharded over, and next to each other those that share its heads."""
+def build_mesh(world: World, parallel: ParallelConfig) -> DeviceMesh:
+    """Axes of the mesh: copies of the model, the ranks that a copy is sharded over, and, consecutive, those that share its heads."""
     ranks = world.size // world.tensor
     shard = 1 if parallel.strategy == "ddp" else parallel.shard or ranks
     if ranks % shard:
@@ -62,7 +62,7 @@ class Replica:
         self.autocast = torch.autocast(world.device.type, torch.bfloat16, enabled=self.narrow)
         self.replicated: list[nn.Parameter] = []
         """Parameters whose gradients are summed here, not by DDP or FSDP."""
-        mesh = ranks_of(world, config.parallel) if spreads(config, world) else None
+        mesh = build_mesh(world, config.parallel) if is_distributed(config, world) else None
         if mesh is not None and world.tensor > 1:  # 1
             model.set_tensor_mesh(mesh["tensor"])
         model.model.set_context_group(world.context_group)  # 2
@@ -86,8 +86,8 @@ class Replica:
         policy = MixedPrecisionPolicy(torch.bfloat16 if self.narrow else None, torch.float32, cast_forward_inputs=False)
         spread = mesh["shard"] if mesh["copy"].size() == 1 else mesh["copy", "shard"]
         tensor = self.world.tensor
-        self.alike = init_device_mesh(self.world.device.type, (self.world.size // tensor, tensor)).get_group(0)
-        self.replicated = replicated(self.model)
+        self.same_piece = init_device_mesh(self.world.device.type, (self.world.size // tensor, tensor)).get_group(0)
+        self.replicated = replicated_parameters(self.model)
         ignored = set(self.replicated)
         for block in self.model.model.layers:
             fully_shard(block, mesh=spread, mp_policy=policy, ignored_params=ignored)
@@ -109,7 +109,7 @@ class Replica:
         gradients = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in given]
         if gradients:
             row = torch.cat([gradient.flatten() for gradient in gradients])
-            dist.all_reduce(row, group=self.alike)
-            row /= self.alike.size()
+            dist.all_reduce(row, group=self.same_piece)
+            row /= self.same_piece.size()
             for gradient, mean in zip(gradients, row.split([gradient.numel() for gradient in gradients]), strict=True):
                 gradient.copy_(mean.view_as(gradient))

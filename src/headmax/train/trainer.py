@@ -24,7 +24,7 @@ from headmax.train import checkpoint
 from headmax.train.checkpoint import Checkpoints, ignore_single_process_warning
 from headmax.train.config import TrainConfig, fixed_settings, flatten
 from headmax.train.evaluate import balance, evaluate
-from headmax.train.faults import Interrupted, NoMemory, StopSignals, TrainingError, check_device, diagnose
+from headmax.train.faults import Interrupted, NoMemory, StopSignals, TrainingError, check_device, check_peers, diagnose
 from headmax.train.feed import Feed, count_targets, to
 from headmax.train.graph import Replayed, ReplayedUpdate
 from headmax.train.loading import CHAT_TEMPLATE, CHECKPOINTS, CONFIG, is_run
@@ -82,8 +82,9 @@ def training(
             raise TrainingError(f"{out}: cannot continue training: {error}") from error
         except torch.OutOfMemoryError as error:
             raise NoMemory(config.compute, error) from error
-        except RuntimeError:
+        except RuntimeError as error:
             check_device(world.device, str(out))
+            check_peers(error, world, str(out))
             raise
 
 
@@ -93,7 +94,7 @@ def fit(model: HeadmaxConfig, config: TrainConfig, source: Source, out: Path, **
     `tokenizer` is a folder whose tokenizer.json is copied to the run; `start` maps names to parameters that replace random ones;
     `show` is called with the metrics of every step, on the first rank.
     Raises `Interrupted` after a signal, with everything saved; `NoMemory` if a step does not fit; `DeviceLost` if the GPU fails;
-    `TrainingError` if the run cannot continue.
+    `PeerLost` if another process has ended; `TrainingError` if the run cannot continue.
     """
     with training(model, config, source, out, **options) as trainer:
         return trainer.run()
