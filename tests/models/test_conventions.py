@@ -1,5 +1,7 @@
 """What transformers' tools expect of a model: its cache, its layer types, its heads for labels; and what is refused by name."""
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,16 @@ def test_caches_of_keys_and_values_alone_are_refused_by_name() -> None:
         model.generate_batch([tokens(4)])
     with pytest.raises(ValueError, match=r"attention_mask must be \[batch, time\]: a 4-D mask"):
         model(ids, attention_mask=torch.ones(1, 1, 6, 6))
+
+
+@pytest.mark.parametrize("name", [*NAMES, "linear", "kda", "mamba2"])
+@torch.no_grad()
+def test_a_model_can_be_pickled_and_copied(name: str) -> None:
+    model, ids = make(name), text(1, 6)
+    expected = model(ids).logits
+    copies = [pickle.loads(pickle.dumps(model)), copy.deepcopy(model)]
+    model.lm_head.weight.zero_()
+    assert all(torch.equal(other(ids).logits, expected) for other in copies)
 
 
 @torch.no_grad()
