@@ -76,7 +76,7 @@ class Memory:
         return float(slope), float((left @ left / max(1, len(hours) - 2) / (away @ away)) ** 0.5)
 
 
-MILESTONE = 1000
+MILESTONE = 400
 """Steps between two checkpoints that are kept."""
 TRAINING = (
     *("mqar-softmax-gla", "--task.num-pairs", 8, "--batch-tokens", 49 * 32, "--model.hidden-size", 64, "--token-budget", 10**10),
