@@ -165,6 +165,7 @@ def endure(
     kills: int = 30,
     parts: Words = ("train", "serve", "eval"),
     every: Seconds = 60.0,
+    rest: Seconds = 0.0,
     device: Device = "auto",
     seed: int = 0,
     out: File = None,
@@ -176,6 +177,7 @@ def endure(
         kills: how often the run is killed.
         parts: what to run: train, serve, eval.
         every: seconds between two readings of memory.
+        rest: seconds between two evaluations, and between two rounds of conversations.
         device: where to run; auto takes a GPU if there is one.
         seed: of the moments of the kills and of the prompts.
         out: append the records to this file.
@@ -184,8 +186,8 @@ def endure(
 
     one_of("parts", parts, PARTS)
     at_least(1, seconds=seconds, every=every)
-    at_least(0, kills=kills)
-    keep(measure(Plan(seconds, kills, find_device(device), parts, every, seed), say), out, width=24)
+    at_least(0, kills=kills, rest=rest)
+    keep(measure(Plan(seconds, kills, find_device(device), parts, every, rest, seed), say), out, width=24)
 
 
 def long(
