@@ -187,7 +187,7 @@ def test_rules_of_one_request_change_no_bit_of_another() -> None:
     sampler.remember()
     sampler.set(others, [torch.arange(50)] * 4)
     probability = logits.softmax(-1)
-    assert torch.equal(sampler.truncate(probability.expand(4, -1), features)[0], probability[0])
+    assert torch.equal(sampler.truncate(probability.repeat(4, 1), features)[0], probability[0])
     penalized = sampler._penalize(logits.expand(4, -1))
     assert torch.equal(penalized[0], logits[0])
     assert not torch.equal(penalized[2], logits[0])

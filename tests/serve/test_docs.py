@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from headmax.cli.run import load, parse
+from headmax.serve.scheduler import Scheduler
 from headmax_cli.commands import COMMANDS
 
 from .calling import ROOT, openai_client, serving
@@ -57,3 +58,13 @@ def test_the_examples_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert all(event.startswith("data: ") for event in events)
     assert events[-1] == "data: [DONE]"
     assert json.loads(health) == {"status": "ok"}
+
+
+def test_the_files_that_a_request_passes_are_there() -> None:
+    section = TEXT.partition("## Where to read the code")[2].partition("\n## ")[0]
+    for name in re.findall(r"`(\w+\.py)`", section):
+        assert (ROOT / "src/headmax/serve" / name).exists(), name
+    for name in re.findall(r"`headmax\.([\w.]+)`", section):
+        path = ROOT / "src/headmax" / name.replace(".", "/")
+        assert path.is_dir() or path.with_suffix(".py").exists(), name
+    assert hasattr(Scheduler, "_turn")

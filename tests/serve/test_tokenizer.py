@@ -11,7 +11,7 @@ from headmax.data.template import Chat
 from headmax.data.tokenizer import mistral
 from headmax.serve.errors import ApiError, to_json
 from headmax.serve.job import NewToken
-from headmax.serve.reply import Continuation, More, Reply
+from headmax.serve.reply import Continuation, Extras, Reply
 from headmax.serve.tokenizer import ServedTokenizer
 from tests.generate.checkpoint import make_tokenizer
 
@@ -106,7 +106,7 @@ def test_offsets_are_those_of_the_text() -> None:
         ids = words.encoder("see é the 🦜 sea")["input_ids"]
         text = words.decode(ids)
         choice = Continuation(0, words, (), ids, text)
-        reply = Reply("tiny", words, [choice], logprobs=0, more=More())
+        reply = Reply("tiny", words, [choice], logprobs=0, extras=Extras())
         choice.scores = [NewToken(0, token, None, None) for token in ids]
         told = reply.whole()["choices"][0]["logprobs"]
         for name, offset in zip(told["tokens"], told["text_offset"], strict=True):

@@ -82,24 +82,27 @@ def serve(
         raise ValueError("--peer takes a checkpoint, and token ids: leave the address and --words out")
     ids = None if words else vocabulary if remote else load_config(target).vocab_size
     trace = Trace(conversations, rate, turns, prompt, new_tokens, documents, document, ids, seed)
-    goal = Goal(goal_first, goal_per_token)
-    place = "cpu" if remote else find_device(device)
-    make = records.Recorder("serve", place)
-
-    def runs() -> Iterator[tuple[str, list[Timing]]]:
-        if remote:
-            yield target, play_over_http(trace, target, api_key or os.environ.get(KEY), model)
-            return
-        yield "headmax", of_checkpoint(trace, target, place, dtype, max_batch, deterministic)
-        if peer == "hf":
-            yield peer, of_generate(trace, target, place, dtype, max_batch)
-
     say(str(trace))
-    for impl, timings in runs():
-        for record in summary(trace, timings, goal, impl, make, max_batch=None if remote else max_batch):
+    if remote:
+        place, runs = "cpu", iter([(target, play_over_http(trace, target, api_key or os.environ.get(KEY), model))])
+    else:
+        place = find_device(device)
+        runs = of_checkpoint_and_peer(trace, target, place, dtype, max_batch, deterministic, peer)
+    make = records.Recorder("serve", place)
+    for impl, timings in runs:
+        for record in summary(trace, timings, Goal(goal_first, goal_per_token), impl, make, max_batch=None if remote else max_batch):
             say(record.line())
             if out is not None:
                 records.append(out, [record])
+
+
+def of_checkpoint_and_peer(
+    trace: Trace, checkpoint: str, device: str, dtype: str | None, max_batch: int, deterministic: bool, peer: str
+) -> Iterator[tuple[str, list[Timing]]]:
+    """One after the other."""
+    yield "headmax", of_checkpoint(trace, checkpoint, device, dtype, max_batch, deterministic)
+    if peer == "hf":
+        yield peer, of_generate(trace, checkpoint, device, dtype, max_batch)
 
 
 def of_checkpoint(trace: Trace, checkpoint: str, device: str, dtype: str | None, max_batch: int, deterministic: bool) -> list[Timing]:

@@ -191,7 +191,7 @@ class Sampler:
         largest = logits.gather(1, tokens.unsqueeze(1))  # a NaN, if there is one
         if features.random:
             temperature = self.temperature[: len(logits)]
-            scores = (logits - largest) / temperature.where(temperature > 0, 1.0)  # not above 0: no temperature makes them overflow
+            scores = (logits - largest).div_(temperature.where(temperature > 0, 1.0))  # not above 0: no temperature makes them overflow
             drawn = self._draw(scores, uniform(self.seed[: len(logits)], position.unsqueeze(1)), features)
             tokens = torch.where(temperature.squeeze(1) > 0, drawn, tokens)
         if features.penalized and self.repeats is not None and self.counts is not None:
@@ -218,12 +218,15 @@ class Sampler:
     def _draw(self, scores: Tensor, u: Tensor, features: Features) -> Tensor:
         """The first token at which the summed probabilities exceed u, in the vocabulary's order: it depends on the request alone."""
         probability = self.truncate(torch.softmax(scores, -1), features)
-        total = probability.cumsum(-1)
-        beyond = (total > u * total.amax(-1, keepdim=True)) & (probability > 0)
-        return torch.where(beyond.any(-1), beyond.int().argmax(-1), probability.argmax(-1))
+        likeliest, possible = probability.argmax(-1, keepdim=True), probability > 0
+        total = probability.cumsum_(-1)
+        beyond = (total > u * total.amax(-1, keepdim=True)).logical_and_(possible)
+        first = beyond.view(torch.uint8).argmax(-1, keepdim=True)
+        return torch.where(beyond.gather(1, first), first, likeliest).squeeze(1)
 
     def truncate(self, probability: Tensor, features: Features) -> Tensor:
-        """Probabilities [rows, vocabulary], zero where top_k, top_p or min_p forbid a token."""
+        """Zeroes probabilities [rows, vocabulary] of tokens that top_k, top_p or min_p forbid, in place: new memory of this size costs a
+        CPU more than the arithmetic."""
         rows = probability.shape[0]
         if features.sorted:
             ranked = probability.sort(-1, descending=True).values
@@ -232,5 +235,5 @@ class Sampler:
             before = ranked.cumsum(-1) - ranked
             top_p = self.top_p[:rows]  # 1 keeps all, though rounding may let `before` reach the sum
             kept = (ranked > 0) & ((before < top_p * ranked.sum(-1, keepdim=True)) | (top_p >= 1)) | (rank == 0)  # the likeliest always
-            probability = probability.masked_fill(probability < ranked.masked_fill(~kept, 2.0).amin(-1, keepdim=True), 0.0)
-        return probability.masked_fill(probability < self.min_p[:rows] * probability.amax(-1, keepdim=True), 0.0)
+            probability.masked_fill_(probability < ranked.masked_fill(~kept, 2.0).amin(-1, keepdim=True), 0.0)
+        return probability.masked_fill_(probability < self.min_p[:rows] * probability.amax(-1, keepdim=True), 0.0)

@@ -1,9 +1,11 @@
-"""Tokens into text as they come, and the strings at which a text ends."""
+"""Tokens into text as they come, and the strings and tokens at which a text ends."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+
+from headmax.models import HeadmaxForCausalLM
 
 CONTEXT = 16
 """Most tokens before a text, or before a new one, that are decoded along with it."""
@@ -85,3 +87,10 @@ def _held(text: str, stop: str) -> int:
     while at >= 0 and not stop.startswith(text[at:]):
         at = text.find(stop[0], at + 1)
     return len(text) - at if at >= 0 else 0
+
+
+def end_tokens(model: HeadmaxForCausalLM, tokenizer: Any) -> frozenset[int]:
+    """Those that end a text: the model's and the tokenizer's."""
+    ends = model.generation_config.eos_token_id
+    tokens = [*(ends if isinstance(ends, list) else [ends]), getattr(tokenizer, "eos_token_id", None)]
+    return frozenset(token for token in tokens if token is not None)

@@ -25,7 +25,7 @@ MOST_DISCARDED = 64 * 2**20
 """Bytes that are read of a body which nobody wants."""
 
 
-class Body:
+class RequestBody:
     """What a caller sends, read to its end before it is answered: a connection that is closed with bytes unread is reset, and the answer
     lost with it."""
 
@@ -58,7 +58,7 @@ class Access:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        body = Body(receive)
+        body = RequestBody(receive)
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -93,7 +93,7 @@ async def http_error(request: Request, error: Exception) -> Response:
     return answer
 
 
-async def left(request: Request, error: Exception) -> Response:
+async def client_gone(request: Request, error: Exception) -> Response:
     """The caller went before the body was whole."""
     return NoResponse()
 
@@ -114,7 +114,7 @@ def make_app(service: Service) -> Starlette:
         Route("/docs", service.docs),
         *(Route(path, service.page) for path in PARTS),
     ]
-    handlers = {ApiError: api_error, HTTPException: http_error, ClientDisconnect: left, Exception: unexpected}
+    handlers = {ApiError: api_error, HTTPException: http_error, ClientDisconnect: client_gone, Exception: unexpected}
     gate = Middleware(
         Access,
         key=service.config.api_key,

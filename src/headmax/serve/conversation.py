@@ -10,7 +10,7 @@ from headmax.data.template import Chat
 from headmax.generate.engine import Engine, Request
 from headmax.generate.prefix import PrefixState
 from headmax.generate.terminal import Settings, Shown
-from headmax.serve.chat import end_tokens
+from headmax.generate.text import end_tokens
 from headmax.serve.client import Lines, address_of, explained, read_event
 
 if TYPE_CHECKING:

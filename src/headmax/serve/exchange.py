@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from headmax.serve.errors import ApiError, NoResponse, json_response, to_json
-from headmax.serve.job import Closed, Ended, Event, Failed, Full, Gates, Job, NewToken, Read
+from headmax.serve.job import Closed, Ended, Event, Failed, Full, Job, NewGates, NewToken, Read
 from headmax.serve.reply import Reply
 from headmax.serve.scheduler import Scheduler
 
@@ -101,7 +101,7 @@ class Exchange:
                 for choice in self.reply.choices[number * self.per_job : (number + 1) * self.per_job]:
                     choice.scores = [first, *event.scores, *choice.scores]
             return
-        if isinstance(event, Gates):
+        if isinstance(event, NewGates):
             self.reply.choices[number * self.per_job].gates.append(event)
             return
         choice = self.reply.choices[number * self.per_job + event.choice]
@@ -117,18 +117,18 @@ class Exchange:
             while not self.reply.done:
                 await self.advance()
 
-        collecting, leaving = asyncio.create_task(collect()), asyncio.create_task(gone(request.receive))
+        collecting, disconnected = asyncio.create_task(collect()), asyncio.create_task(until_disconnected(request.receive))
         try:
-            done, _ = await asyncio.wait({collecting, leaving}, timeout=self.timeout, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait({collecting, disconnected}, timeout=self.timeout, return_when=asyncio.FIRST_COMPLETED)
             if collecting in done:
                 collecting.result()
                 return json_response(self.reply.whole())
-            if leaving in done:
+            if disconnected in done:
                 return NoResponse()
             raise too_long(self.timeout)
         finally:
             self.cancel()
-            await end(collecting, leaving)
+            await end(collecting, disconnected)
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The events of a stream, an error as the last one."""
@@ -142,10 +142,10 @@ class Exchange:
                         await self.advance()
                 except TimeoutError:
                     raise too_long(self.timeout) from None
-                news = [made for choice in self.reply.choices if (made := self.reply.chunk(choice)) is not None]
-                if news:
-                    yield b"".join(map(sse, news))
-            if self.reply.more.usage:
+                parts = [part for choice in self.reply.choices if (part := self.reply.chunk(choice)) is not None]
+                if parts:
+                    yield b"".join(map(sse, parts))
+            if self.reply.extras.usage:
                 yield sse(self.reply.usage_chunk())
             yield b"data: [DONE]\n\n"
         except ApiError as error:
@@ -163,22 +163,22 @@ class EventStream(Response):
         self.exchange = exchange
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def tell() -> None:
+        async def send_all() -> None:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             async with contextlib.aclosing(self.exchange.chunks()) as chunks:  # type: ignore[type-var]
                 async for chunk in chunks:
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
 
-        telling, leaving = asyncio.create_task(tell()), asyncio.create_task(gone(receive))
+        sending, disconnected = asyncio.create_task(send_all()), asyncio.create_task(until_disconnected(receive))
         try:
             limit = self.exchange.timeout + GRACE
-            done, _ = await asyncio.wait({telling, leaving}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
-            if telling in done and not isinstance(telling.exception(), OSError | None):
-                telling.result()
+            done, _ = await asyncio.wait({sending, disconnected}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            if sending in done and not isinstance(sending.exception(), OSError | None):
+                sending.result()
         finally:
             self.exchange.cancel()
-            await end(telling, leaving)
+            await end(sending, disconnected)
 
 
 def failure(error: Exception) -> ApiError:
@@ -198,7 +198,7 @@ def sse(content: Any) -> bytes:
     return b"data: " + to_json(content) + b"\n\n"
 
 
-async def gone(receive: Receive) -> None:
+async def until_disconnected(receive: Receive) -> None:
     """Returns when the caller has closed the connection."""
     while (await receive())["type"] != "http.disconnect":
         pass

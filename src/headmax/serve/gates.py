@@ -9,7 +9,7 @@ import torch
 
 from headmax.analysis.gates import layers_of
 from headmax.generate.prefill import Reader
-from headmax.serve.job import Ended, Event, Gates, Job
+from headmax.serve.job import Ended, Event, Job, NewGates
 
 Tell = Callable[[Job, Event], None]
 
@@ -63,7 +63,7 @@ class GateReadings:
             self.under_way[job] = watch
 
 
-def gates_of(reader: Reader, count: int) -> Gates:
+def gates_of(reader: Reader, count: int) -> NewGates:
     """Of the last `count` tokens that were read."""
     assert reader.gates is not None
-    return Gates(reader.position - count, layers_of(reader.model, reader.gates, "this model"))
+    return NewGates(reader.position - count, layers_of(reader.model, reader.gates, "this model"))

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headmax.serve.errors import ApiError
-from headmax.serve.exchange import end, gone, sse
+from headmax.serve.exchange import end, sse, until_disconnected
 
 logger = logging.getLogger("headmax")
 
@@ -99,14 +99,14 @@ class Gateway:
             return await error.response()(scope, receive, send)
         if body is None:
             return
-        telling = asyncio.create_task(self._tell(scope, body, receive, send))
-        leaving = asyncio.create_task(gone(receive))
+        answering = asyncio.create_task(self._answer(scope, body, receive, send))
+        disconnected = asyncio.create_task(until_disconnected(receive))
         try:
-            await asyncio.wait({telling, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if telling.done() and not isinstance(telling.exception(), OSError):
-                telling.result()
+            await asyncio.wait({answering, disconnected}, return_when=asyncio.FIRST_COMPLETED)
+            if answering.done() and not isinstance(answering.exception(), OSError):
+                answering.result()
         finally:
-            await end(telling, leaving)
+            await end(answering, disconnected)
 
     async def _body(self, receive: Receive) -> bytes | None:
         """None where the caller has gone."""
@@ -124,7 +124,7 @@ class Gateway:
             raise ApiError(413, f"the body has more than {self.max_body} bytes", code="body_too_large")
         return b"".join(parts)
 
-    async def _tell(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+    async def _answer(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         request = {name: scope[name] for name in ("method", "path", "query_string")} | {"headers": list(scope["headers"])}
         request["raw_path"] = scope.get("raw_path") or scope["path"].encode()
         begun: Message | None = None
@@ -139,10 +139,10 @@ class Gateway:
             logger.warning("a server was lost: %s", " ".join(str(error).split())[:200])
             said = ApiError(503, "the server that had this request was lost; send it again", code="server_lost")
             if not over:
-                await self._mourn(said, begun, scope, receive, send)
+                await self._report_loss(said, begun, scope, receive, send)
 
     @staticmethod
-    async def _mourn(said: ApiError, begun: Message | None, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _report_loss(said: ApiError, begun: Message | None, scope: Scope, receive: Receive, send: Send) -> None:
         """An error in place of an answer, or as the last event of one that has begun."""
         if begun is None:
             answer: Response = said.response()

@@ -50,7 +50,7 @@ class Failed(NamedTuple):
     error: Exception
 
 
-class Gates(NamedTuple):
+class NewGates(NamedTuple):
     """The head gates of some of the text's tokens, those of the prompt among them."""
 
     start: int
@@ -58,7 +58,7 @@ class Gates(NamedTuple):
     layers: list[Layer]
 
 
-Event = NewToken | Read | Ended | Failed | Gates
+Event = NewToken | Read | Ended | Failed | NewGates
 
 
 class Full(Exception):

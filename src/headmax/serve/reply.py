@@ -9,14 +9,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from headmax.analysis.gates import Gate
-from headmax.serve.job import Gates, Likeliest, NewToken
+from headmax.serve.job import Likeliest, NewGates, NewToken
 from headmax.serve.tokenizer import ServedTokenizer
 
-LEAST = -9999.0
+MIN_LOGPROB = -9999.0
 """Stands for log-probabilities that JSON has no number for."""
 
 
-class More(NamedTuple):
+class Extras(NamedTuple):
     """What else to tell of each choice, and in each event of a stream."""
 
     token_ids: bool = False
@@ -25,14 +25,14 @@ class More(NamedTuple):
     """A stream's last event counts tokens, and all others have null there."""
 
 
-class News(NamedTuple):
+class Delta(NamedTuple):
     """A part of a choice."""
 
     text: str
     scores: list[NewToken]
     """Of its tokens, and of the prompt's where that is echoed and scored."""
     tokens: list[int]
-    gates: list[Gates]
+    gates: list[NewGates]
 
 
 class Continuation:
@@ -45,10 +45,10 @@ class Continuation:
         self.text, self.echoed = start, bool(start)
         self.tokens: list[int] = []
         self.scores: list[NewToken] = []
-        self.gates: list[Gates] = []
+        self.gates: list[NewGates] = []
         """Of pieces of the text that have not been told."""
         self.finish: str | None = None
-        self.told = (0, 0, 0)
+        self.sent = (0, 0, 0)
         self.offset = 0
         """Characters of the text before the next token that is told."""
         self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
@@ -72,12 +72,12 @@ class Continuation:
             self.text += "" if self.stream is None else self.stream.finish()
             self.finish = "stop" if self.stream is not None and self.stream.stopped else reason
 
-    def news(self) -> News:
+    def delta(self) -> Delta:
         """What has come since the last call."""
-        text, scores, tokens = self.told
-        self.told = len(self.text), len(self.scores), len(self.tokens)
+        text, scores, tokens = self.sent
+        self.sent = len(self.text), len(self.scores), len(self.tokens)
         gates, self.gates = self.gates, []
-        return News(self.text[text:], self.scores[scores:], self.tokens[tokens:], gates)
+        return Delta(self.text[text:], self.scores[scores:], self.tokens[tokens:], gates)
 
 
 class Reply:
@@ -86,10 +86,10 @@ class Reply:
     kind, object, chunk_object = "cmpl", "text_completion", "text_completion"
 
     def __init__(
-        self, model: str, tokenizer: ServedTokenizer | None, choices: list[Continuation], *, logprobs: int | None, more: More
+        self, model: str, tokenizer: ServedTokenizer | None, choices: list[Continuation], *, logprobs: int | None, extras: Extras
     ) -> None:
         """`logprobs`: how many of the likeliest tokens to tell; None to tell of none."""
-        self.tokenizer, self.choices, self.logprobs, self.more = tokenizer, choices, logprobs, more
+        self.tokenizer, self.choices, self.logprobs, self.extras = tokenizer, choices, logprobs, extras
         self.head = {"id": f"{self.kind}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self.prompt_tokens = self.cached_tokens = 0
 
@@ -107,7 +107,7 @@ class Reply:
         }
 
     def whole(self) -> dict[str, Any]:
-        choices = [self._choice(choice, choice.news()) for choice in self.choices]
+        choices = [self._choice(choice, choice.delta()) for choice in self.choices]
         return {**self.head, "object": self.object, "choices": choices, "usage": self.usage()}
 
     def first_chunks(self) -> Iterable[dict[str, Any]]:
@@ -116,30 +116,30 @@ class Reply:
 
     def chunk(self, choice: Continuation) -> dict[str, Any] | None:
         """What is new of a choice, if anything is."""
-        ended, news = choice.finish is not None and not choice.closed, choice.news()
-        scored, named = self.logprobs is not None and news.scores, self.more.token_ids and news.tokens
-        if not (ended or news.text or scored or named or news.gates):
+        ended, delta = choice.finish is not None and not choice.closed, choice.delta()
+        scored, named = self.logprobs is not None and delta.scores, self.extras.token_ids and delta.tokens
+        if not (ended or delta.text or scored or named or delta.gates):
             return None
         choice.closed = choice.finish is not None
-        return self._event(self._part(choice, news))
+        return self._event(self._part(choice, delta))
 
     def usage_chunk(self) -> dict[str, Any]:
         return self._event() | {"usage": self.usage()}
 
     def _event(self, *choices: dict[str, Any]) -> dict[str, Any]:
         event = {**self.head, "object": self.chunk_object, "choices": choices}
-        return event | ({"usage": None} if self.more.usage else {})
+        return event | ({"usage": None} if self.extras.usage else {})
 
-    def _choice(self, choice: Continuation, news: News) -> dict[str, Any]:
+    def _choice(self, choice: Continuation, delta: Delta) -> dict[str, Any]:
         """Of a whole reply."""
-        return self._part(choice, news)
+        return self._part(choice, delta)
 
-    def _part(self, choice: Continuation, news: News) -> dict[str, Any]:
+    def _part(self, choice: Continuation, delta: Delta) -> dict[str, Any]:
         """Of a stream."""
-        logprobs = self._logprobs(choice, news.scores) if self.logprobs is not None and news.scores else None
-        made = {"index": choice.index, **self._content(news.text), "logprobs": logprobs, "finish_reason": choice.finish}
-        made |= {"token_ids": news.tokens} if self.more.token_ids else {}
-        return made | ({"gates": list(map(gates_shown, news.gates))} if self.more.gates else {})
+        logprobs = self._logprobs(choice, delta.scores) if self.logprobs is not None and delta.scores else None
+        part = {"index": choice.index, **self._content(delta.text), "logprobs": logprobs, "finish_reason": choice.finish}
+        part |= {"token_ids": delta.tokens} if self.extras.token_ids else {}
+        return part | ({"gates": list(map(gates_shown, delta.gates))} if self.extras.gates else {})
 
     def _content(self, text: str) -> dict[str, Any]:
         return {"text": text}
@@ -151,7 +151,7 @@ class Reply:
         tops = [None if score.likeliest is None else dict(map(self._pair, self._top(score.likeliest))) for score in scores]
         return {
             "tokens": names,
-            "token_logprobs": [None if score.logprob is None else number(score.logprob) for score in scores],
+            "token_logprobs": [None if score.logprob is None else finite(score.logprob) for score in scores],
             "top_logprobs": tops if self.logprobs else None,
             "text_offset": offsets,
         }
@@ -173,13 +173,13 @@ class Reply:
         return likeliest[: self.logprobs or 0]
 
     def _pair(self, pair: tuple[int, float]) -> tuple[str, float]:
-        return self._name(pair[0]), number(pair[1])
+        return self._name(pair[0]), finite(pair[1])
 
     def _name(self, token: int) -> str:
         return f"token_id:{token}" if self.tokenizer is None else self.tokenizer.token(token)[0]
 
 
-def gates_shown(gates: Gates) -> dict[str, Any]:
+def gates_shown(gates: NewGates) -> dict[str, Any]:
     """Each gate as the winner of each token, -1 for none, and the shares of its heads."""
 
     def shown(gate: Gate | None) -> dict[str, Any] | None:
@@ -197,13 +197,13 @@ class ChatReply(Reply):
     def first_chunks(self) -> Iterable[dict[str, Any]]:
         for choice in self.choices:
             delta = {"role": "assistant", "content": ""}
-            made = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
-            yield self._event(made)
+            part = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
+            yield self._event(part)
 
-    def _choice(self, choice: Continuation, news: News) -> dict[str, Any]:
-        made = super()._choice(choice, news)
-        del made["delta"]
-        return made | {"message": {"role": "assistant", "content": news.text, "refusal": None}}
+    def _choice(self, choice: Continuation, delta: Delta) -> dict[str, Any]:
+        part = super()._choice(choice, delta)
+        del part["delta"]
+        return part | {"message": {"role": "assistant", "content": delta.text, "refusal": None}}
 
     def _content(self, text: str) -> dict[str, Any]:
         return {"delta": {"content": text} if text else {}}
@@ -219,8 +219,8 @@ class ChatReply(Reply):
     def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:
         assert self.tokenizer is not None
         name, raw = self.tokenizer.token(token)
-        return {"token": name, "bytes": raw, "logprob": LEAST if logprob is None else number(logprob)}
+        return {"token": name, "bytes": raw, "logprob": MIN_LOGPROB if logprob is None else finite(logprob)}
 
 
-def number(logprob: float) -> float:
-    return max(logprob, LEAST)
+def finite(logprob: float) -> float:
+    return max(logprob, MIN_LOGPROB)

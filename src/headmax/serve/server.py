@@ -18,11 +18,11 @@ import uvicorn
 from headmax import __version__, durable
 from headmax.generate.engine import Engine
 from headmax.generate.prefix import fingerprint
+from headmax.generate.text import end_tokens
 from headmax.models import HeadmaxForCausalLM
 from headmax.serve.app import make_app
 from headmax.serve.batch import Batch, SeparateSteps, SharedBatch
 from headmax.serve.cache import PrefixCache
-from headmax.serve.chat import end_tokens
 from headmax.serve.config import ServerConfig
 from headmax.serve.folder import Folder
 from headmax.serve.reading import Pieces

@@ -19,7 +19,7 @@ from headmax.serve.errors import ApiError, json_response
 from headmax.serve.exchange import EventLoop, EventStream, Exchange
 from headmax.serve.job import Job
 from headmax.serve.metrics import CONTENT_TYPE
-from headmax.serve.reply import ChatReply, Continuation, More, Reply
+from headmax.serve.reply import ChatReply, Continuation, Extras, Reply
 from headmax.serve.scheduler import Scheduler
 from headmax.serve.schema import ChatBody, CompletionBody, Generation, check
 from headmax.serve.tokenizer import ServedTokenizer
@@ -28,8 +28,8 @@ MOST_TOGETHER = 1024
 """Choices of all prompts of a request."""
 
 
-def more(body: Generation) -> More:
-    return More(body.return_token_ids, body.return_gates, body.stream_options is not None and body.stream_options.include_usage)
+def extras(body: Generation) -> Extras:
+    return Extras(body.return_token_ids, body.return_gates, body.stream_options is not None and body.stream_options.include_usage)
 
 
 class Service:
@@ -83,7 +83,7 @@ class Service:
                 given if isinstance(given, str) else self.tokenizer.decode(ids) for given, ids in zip(body.prompt, prompts, strict=True)
             ]
         choices = self._continuations(body, prompts, starts)
-        reply = Reply(self.config.name, self.tokenizer, choices, logprobs=body.logprobs, more=more(body))
+        reply = Reply(self.config.name, self.tokenizer, choices, logprobs=body.logprobs, extras=extras(body))
         jobs = self._jobs(body, prompts, body.max_tokens, body.logprobs, scored=body.echo and body.logprobs is not None)
         return await self._answer(request, body, jobs, reply)
 
@@ -100,7 +100,7 @@ class Service:
         limit = max(1, self.config.max_length - len(ids)) if asked is None else asked
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         choices = self._continuations(body, [ids], [""])
-        reply = ChatReply(self.config.name, self.tokenizer, choices, logprobs=logprobs, more=more(body))
+        reply = ChatReply(self.config.name, self.tokenizer, choices, logprobs=logprobs, extras=extras(body))
         return await self._answer(request, body, self._jobs(body, [ids], limit, logprobs), reply)
 
     async def _answer(self, request: Request, body: Generation, jobs: Sequence[Job], reply: Reply) -> Response:
