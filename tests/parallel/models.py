@@ -1,5 +1,6 @@
 """Whole models over the ranks of a context group, beside one process."""
 
+import copy
 from itertools import pairwise
 from typing import Any
 
@@ -69,12 +70,15 @@ def results(model: HeadmaxForCausalLM, batch: Batch, shared: bool) -> tuple[dict
     return tokens, whole
 
 
-def errors(model: HeadmaxForCausalLM, batch: Batch) -> dict[str, float]:
+def errors(model: HeadmaxForCausalLM, batch: Batch, compiled: bool = False) -> dict[str, float]:
+    """Of pieces, with compiled blocks if so, from the whole, which runs eagerly."""
     expected, total = results(model, batch, shared=False)
     world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), None, dist.group.WORLD)
-    model.model.set_context_group(world.context_group)
-    tokens, whole = results(model, piece_of(batch, world), shared=True)
-    model.model.set_context_group(None)
+    split = copy.deepcopy(model)
+    split.model.set_context_group(world.context_group)
+    if compiled:
+        split.model.compile_blocks("aot_eager")
+    tokens, whole = results(split, piece_of(batch, world), shared=True)
     time = batch.input_ids.shape[1]
     start, stop = list(pairwise(time * n // world.size for n in range(world.size + 1)))[world.rank]
     found = {name: distance(x, expected[name][:, start:stop]) for name, x in tokens.items()}
@@ -85,9 +89,8 @@ def main(names: list[str], compiled: bool) -> dict[str, Any]:
     found = {}
     if compiled:
         for name in names:
-            model = build(MIXERS[name])
-            model.model.compile_blocks("aot_eager")
-            found |= {f"{name}-{layout}": errors(model, batch) for layout, batch in batches().items()}
+            torch._dynamo.reset()
+            found |= {f"{name}-{layout}": errors(build(MIXERS[name]), batch, compiled=True) for layout, batch in batches().items()}
         return {"errors": everywhere(found)}
     for name in names:
         kinds = {"softmax": SOFTMAX} | (GATES if name == "gla" else {})
