@@ -7,11 +7,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from scipy import stats
 
 from headmax import records
 from headmax.records import Record, Recorder
 from lab import RESULTS, ROOT
+
+pytest.importorskip("scipy")
+from scipy import stats
+
 from lab.pages import findings
 from lab.pages.findings_figures import FIGURES
 from lab.study import trials

@@ -26,10 +26,10 @@ class Recorded(module.Replay):
 
     captures = 0
 
-    def __init__(self, function: Callable[[], Tensor], pool: Any = None) -> None:
+    def __init__(self, function: Callable[[], Tensor], device: torch.device, pool: Any = None) -> None:
         Recorded.captures += 1
         if GPU:
-            super().__init__(function, pool)
+            super().__init__(function, device, pool)
             return
         self.function, self.pool, self.replays = function, pool, 0
         function(), function()

@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from headmax import HeadmaxForCausalLM, HeadmaxForSequenceClassification
 from tests.generate.checkpoint import make_model, make_tokenizer, tokens
+
+pytest.importorskip("datasets")
+from datasets import Dataset
 
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}:{% generation %}{{ m['content'] }}{% endgeneration %};{% endfor %}"
 trl = pytest.mark.filterwarnings("ignore")  # what TRL and the libraries below it say of each other

@@ -45,9 +45,10 @@ class Fetched:
     def __init__(self, sampled: Sampled, rows: int) -> None:
         self.sampled: Sampled = tree_map_only(Tensor, lambda x: _to_host(x[:rows]), sampled)
         self.event: Any = None
-        if sampled.tokens.device.type == "cuda":
+        device = sampled.tokens.device
+        if device.type == "cuda":
             self.event = torch.cuda.Event()
-            self.event.record()
+            self.event.record(torch.cuda.current_stream(device))
 
     def wait(self) -> Sampled:
         """The results, once they are there."""
@@ -194,5 +195,5 @@ class Step:
             return torch.no_grad()(lambda: self.advance(rows, features))
         if (rows, features) not in self.graphs:
             self.position.zero_()
-            self.graphs[rows, features] = Replay(lambda: self.advance(rows, features), self.pool)
+            self.graphs[rows, features] = Replay(lambda: self.advance(rows, features), self.model.device, self.pool)
         return self.graphs[rows, features]

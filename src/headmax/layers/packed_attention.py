@@ -54,8 +54,9 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, w
 
 
 def flash_can(q: Tensor) -> bool:
-    """Whether PyTorch's flash attention supports these queries."""
-    return q.is_cuda and torch.version.hip is None and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256
+    """Whether PyTorch's flash attention supports these queries, without padding their heads."""
+    width = q.shape[-1]
+    return q.is_cuda and torch.version.hip is None and q.dtype in (torch.float16, torch.bfloat16) and width <= 256 and width % 8 == 0
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, window: int | None) -> Tensor:

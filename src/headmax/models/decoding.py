@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import weakref
@@ -62,22 +63,29 @@ class Watch:
         ]
 
 
+@functools.cache
+def side_stream(device: int) -> torch.cuda.Stream:
+    """One stream for all captures: cuBLAS keeps a workspace for every stream it has seen."""
+    return torch.cuda.Stream(device)
+
+
 class Replay:
-    """A function as a CUDA graph. The tensors it returned at capture hold its results after each call.
+    """A function as a CUDA graph on a device. The tensors it returned at capture hold its results after each call.
 
     Graphs that never run at the same time may share a `pool` of memory.
     """
 
-    def __init__(self, function: Callable[[], Any], pool: Any = None) -> None:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):  # kernels are compiled and libraries set up outside the capture
-                function()
-        torch.cuda.current_stream().wait_stream(side)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=pool):
-            self.results = function()
+    def __init__(self, function: Callable[[], Any], device: torch.device, pool: Any = None) -> None:
+        with torch.cuda.device(device):  # what runs on another device than its stream is not captured
+            side = side_stream(torch.cuda.current_device())
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(2):  # kernels are compiled and libraries set up outside the capture
+                    function()
+            torch.cuda.current_stream().wait_stream(side)
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, pool=pool, stream=side):
+                self.results = function()
         self.pool = self.graph.pool()
 
     def __call__(self) -> Any:
@@ -210,5 +218,6 @@ class Decoder:
             states = [slots.rows(slice(0, rows)) for slots in self.slots]
             self.graphs[rows] = Replay(
                 lambda: model(tokens, position_ids=positions, past_key_values=HeadmaxCache.on(states), use_cache=True).last_hidden_state,
+                device,
                 next((graph.pool for graph in self.graphs.values()), None),
             )

@@ -4,7 +4,6 @@ their kernels, not of launches.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -13,14 +12,10 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from headmax.models.decoding import side_stream
+
 WARMUP_CALLS = 2
 """Calls before a capture, which compile kernels and initialise libraries."""
-
-
-@functools.cache
-def side_stream(device: int) -> torch.cuda.Stream:
-    """One stream for all captures: cuBLAS keeps a workspace for every stream it has seen."""
-    return torch.cuda.Stream(device)
 
 
 class Captured(NamedTuple):
