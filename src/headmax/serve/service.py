@@ -135,8 +135,8 @@ class Service:
         jobs = []
         for number, ids in enumerate(prompts):
             if len(ids) + limit > self.config.max_length:
-                said = f"{len(ids)} tokens of prompt and {limit} new ones exceed the limit of {self.config.max_length} tokens"
-                raise ApiError(400, said, param="max_tokens", code="context_length_exceeded")
+                message = f"{len(ids)} tokens of prompt and {limit} new ones exceed the limit of {self.config.max_length} tokens"
+                raise ApiError(400, message, param="max_tokens", code="context_length_exceeded")
             jobs.append(
                 Job(
                     torch.tensor(ids, dtype=torch.int64),
@@ -182,15 +182,15 @@ class Service:
     def _check_characters(self, tokenizer: ServedTokenizer, count: int, param: str) -> None:
         """Before a text that is too long in any case keeps the tokenizer from others, for seconds a megabyte."""
         if count > self.config.max_length * tokenizer.longest:
-            said = f"{param}: {count} characters exceed the limit of {self.config.max_length} tokens"
-            raise ApiError(400, said, param=param, code="context_length_exceeded")
+            message = f"{param}: {count} characters exceed the limit of {self.config.max_length} tokens"
+            raise ApiError(400, message, param=param, code="context_length_exceeded")
 
     def _check_tokens(self, ids: Sequence[int], param: str) -> None:
         if not ids:
             raise ApiError(400, f"{param}: empty; give at least one token", param=param)
         if len(ids) > self.config.max_length:
-            said = f"{param}: {len(ids)} tokens exceed the limit of {self.config.max_length}"
-            raise ApiError(400, said, param=param, code="context_length_exceeded")
+            message = f"{param}: {len(ids)} tokens exceed the limit of {self.config.max_length}"
+            raise ApiError(400, message, param=param, code="context_length_exceeded")
         if min(ids) < 0 or max(ids) >= self.vocabulary:
             raise ApiError(400, f"{param}: ids must be from 0 to {self.vocabulary - 1}, got {min(ids)} to {max(ids)}", param=param)
 
