@@ -11,7 +11,7 @@ from headmax.cli.chat import chat
 from headmax.generate import Sampling
 from headmax.generate.terminal import Settings
 from headmax.serve.client import Lines, address_of, explained, read_event
-from headmax.serve.conversation import Local, Partner, Usage, told
+from headmax.serve.conversation import Local, Partner, Usage, show_reply
 from tests.generate.checkpoint import make_tokenizer, save
 
 from .calling import TEMPLATE, Alone, serving
@@ -91,7 +91,7 @@ class Interrupted(Partner):
 
 
 def test_a_reply_can_be_cut_short(capsys: pytest.CaptureFixture[str]) -> None:
-    assert told(Interrupted(), []) == "so "
+    assert show_reply(Interrupted(), []) == "so "
     assert capsys.readouterr().out == "so \n"
 
 

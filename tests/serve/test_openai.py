@@ -247,6 +247,19 @@ def test_mistakes_in_chats_are_named(server: Running) -> None:
         server.client.chat.completions.create(model="tiny", messages=CHAT, top_logprobs=2)
 
 
+def test_texts_that_are_too_long_in_any_case_do_not_reach_the_tokenizer(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which would keep it from others' requests: the longest of its tokens has 4 characters."""
+    monkeypatch.delattr(server.service.tokenizer, "thread")
+    for path, fields in (
+        ("completions", {"prompt": "a" * 16_001}),
+        ("chat/completions", {"messages": [CHAT[0] | {"content": "a" * 16_001}]}),
+    ):
+        answer = httpx2.post(f"{server.url}/v1/{path}", json={"model": "tiny"} | fields, trust_env=False)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
+        assert "16001 characters exceed the limit of 4000 tokens" in answer.json()["error"]["message"]
+
+
 def test_fields_that_ask_for_nothing_are_taken(server: Running) -> None:
     """What clients send by default, and a conversation with an earlier answer in it."""
     nothing = {"logit_bias": {}, "tool_choice": "none", "tools": [], "modalities": ["text"], "verbosity": "medium"}

@@ -127,3 +127,13 @@ def test_json_holds_any_text_on_one_line() -> None:
     content = to_json({"a": text})
     assert json.loads(content) == {"a": text}
     assert len(content.decode("utf-8", "surrogatepass").splitlines()) == 1
+
+
+def test_scores_that_have_been_sent_are_not_kept() -> None:
+    """A stream's memory does not grow by 20 alternatives a token."""
+    choice = Continuation(0, None, (), [1])
+    for token in range(3):
+        choice.take(NewToken(0, token, -1.0, [(token, -1.0)]))
+        assert [score.token for score in choice.delta().scores] == [token]
+        assert choice.scores == []
+    assert choice.tokens == [0, 1, 2]

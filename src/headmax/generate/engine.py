@@ -126,12 +126,12 @@ class Engine:
 
     def prefill(self, prompt: str | Sequence[int], prefix: PrefixState | None = None) -> PrefixState:
         """Reads a prompt, after a prefix if given, and returns what the model then remembers."""
-        with self.turn.beside():
+        with self.turn.reentrant():
             return self._prefill([Request(prompt, prefix)])[0]
 
     def load_prefix(self, path: Path | str) -> PrefixState:
         """A prefix that `PrefixState.save` wrote, checked against this model."""
-        with self.turn.beside():
+        with self.turn.reentrant():
             prefix = PrefixState.load(path, self.origin, self.model.device)
             try:
                 prefix.check_shapes(self.prefill([0]))
@@ -182,7 +182,7 @@ class Engine:
         batch, time = tokens.shape
         if batch != len(prefixes) or batch > self.max_batch:
             raise ValueError(f"tokens have {batch} rows for {len(prefixes)} prefixes, max_batch is {self.max_batch}")
-        with self.turn.alone():
+        with self.turn.exclusive():
             advance = self.step.prepare(self._rows(batch), None)
             self._load(prefixes, [time] * batch)
             tokens = tokens.to(self.model.device)
@@ -196,7 +196,7 @@ class Engine:
         """Continues every request until it stops by itself or has its `max_new_tokens`."""
         requests = [requests] if isinstance(requests, Request) else list(requests)
         self._check(requests)
-        with self.turn.alone():
+        with self.turn.exclusive():
             return self._generate(requests, on_token, logprobs)
 
     def _generate(self, requests: Sequence[Request], on_token: OnToken | None, logprobs: bool) -> list[Completion]:

@@ -17,14 +17,14 @@ from headmax.models.modeling import Gates
 
 def groups(lengths: Sequence[int], most: int) -> list[list[int]]:
     """Which prompts to read together: at most `most` tokens, padding included, and none less than half as long as another."""
-    made: list[list[int]] = []
+    results: list[list[int]] = []
     for n in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
-        longest = lengths[made[-1][0]] if made else 0
-        if made and 2 * lengths[n] > longest and (len(made[-1]) + 1) * longest <= most:
-            made[-1].append(n)
+        longest = lengths[results[-1][0]] if results else 0
+        if results and 2 * lengths[n] > longest and (len(results[-1]) + 1) * longest <= most:
+            results[-1].append(n)
         else:
-            made.append([n])
-    return made
+            results.append([n])
+    return results
 
 
 @torch.no_grad()
@@ -106,11 +106,11 @@ def _read(
         ).last_hidden_state[:, -1]
     logits = model.lm_head(hidden).float()
     before = torch.empty(0, dtype=torch.int64) if prefix is None else prefix.tokens
-    made = []
+    results = []
     for row, prompt in enumerate(prompts):
         states = tuple(_row(layer.to_keep(), row, past + len(prompt)) for layer in cache.layers)
-        made.append(PrefixState(torch.cat([before, prompt]), states, logits[row], fingerprint))
-    return made
+        results.append(PrefixState(torch.cat([before, prompt]), states, logits[row], fingerprint))
+    return results
 
 
 class Reader:

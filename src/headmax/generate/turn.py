@@ -15,7 +15,7 @@ class Turn:
         self.holder: int | None = None
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def exclusive(self) -> Iterator[None]:
         """For work on the shared memory."""
         if self.holder == threading.get_ident():
             raise RuntimeError("engine is busy: finish the call to `generate` or `forced` under way first, or use a second engine")
@@ -27,10 +27,10 @@ class Turn:
                 self.holder = None
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
+    def reentrant(self) -> Iterator[None]:
         """For work that leaves the shared memory alone, but not the device: also in a turn of the same thread."""
         if self.holder == threading.get_ident():
             yield
         else:
-            with self.alone():
+            with self.exclusive():
                 yield

@@ -87,8 +87,8 @@ async def api_error(request: Request, error: Exception) -> Response:
 
 async def http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    said = {404: f"no such path: {request.url.path}", 405: f"{request.method} is not possible on {request.url.path}"}
-    answer = ApiError(error.status_code, said.get(error.status_code, error.detail)).response()
+    messages = {404: f"no such path: {request.url.path}", 405: f"{request.method} is not possible on {request.url.path}"}
+    answer = ApiError(error.status_code, messages.get(error.status_code, error.detail)).response()
     answer.headers.update(error.headers or {})  # such as Allow
     return answer
 

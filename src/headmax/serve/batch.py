@@ -75,14 +75,14 @@ def outcomes(sampled: Sampled, rows: Mapping[int, int], wanted: Mapping[int, Fea
     """Of each slot, out of results on the host; `rows` says which row each slot has there."""
     tokens = sampled.tokens.tolist()
     logprobs = None if sampled.logprobs is None else sampled.logprobs.tolist()
-    made = {}
+    results = {}
     for slot, features in wanted.items():
         row, likeliest = rows[slot], None
         if features.alternatives and sampled.likeliest is not None:
             values, ids = sampled.likeliest
             likeliest = list(zip(ids[row].tolist(), values[row].tolist(), strict=True))
-        made[slot] = Outcome(tokens[row], logprobs[row] if logprobs is not None and features.logprobs else None, likeliest)
-    return made
+        results[slot] = Outcome(tokens[row], logprobs[row] if logprobs is not None and features.logprobs else None, likeliest)
+    return results
 
 
 def union(features: Iterable[Features]) -> Features:
@@ -164,10 +164,10 @@ class SeparateSteps(Batch):
             self.steps[slot].feed({0: token})
 
     def run(self, wanted: Mapping[int, Features]) -> Wait:
-        made: dict[int, Outcome] = {}
+        results: dict[int, Outcome] = {}
         for slot, features in wanted.items():
-            made |= outcomes(self.steps[slot].prepare(1, features)(), {slot: 0}, {slot: features})
-        return lambda: made
+            results |= outcomes(self.steps[slot].prepare(1, features)(), {slot: 0}, {slot: features})
+        return lambda: results
 
 
 class Asked(NamedTuple):
@@ -198,5 +198,5 @@ class FirstTokens:
         positions = torch.tensor([len(prompt) for prompt in prompts], device=logits.device)
         wanted = {row: one.features for row, one in enumerate(asked)}
         sampled = Fetched(self.sampler(logits, positions, union(wanted.values())), count).wait()
-        made = outcomes(sampled, {row: row for row in wanted}, wanted)
-        return [made[row] for row in range(count)]
+        results = outcomes(sampled, {row: row for row in wanted}, wanted)
+        return [results[row] for row in range(count)]

@@ -107,7 +107,7 @@ def converse(partner: Partner, system: str | None) -> None:
             messages = list(start)
         elif line.strip():
             messages.append({"role": "user", "content": line})
-            text = told(partner, messages)
+            text = show_reply(partner, messages)
             if text:
                 messages.append({"role": "assistant", "content": text})
             else:
@@ -121,7 +121,7 @@ def next_line() -> str | None:
         return None
 
 
-def told(partner: Partner, messages: Messages) -> str:
+def show_reply(partner: Partner, messages: Messages) -> str:
     """The reply, shown on standard output as it comes, with a line about it on standard error."""
     parts: list[str] = []
 

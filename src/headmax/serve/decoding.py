@@ -118,14 +118,14 @@ class Decoding:
             return
         pairs = [(reading.logits, choice) for reading, choice in group]
         asked = [Asked(logits, choice.job.tokens, choice.rules, choice.features) for logits, choice in pairs if logits is not None]
-        going = []
+        active = []
         for (reading, choice), outcome in zip(group, self.first(asked), strict=True):
             if not choice.job.cancelled and self._note(choice, outcome):
-                going.append((reading, choice))
-        going = [(reading, choice) for reading, choice in going if not choice.job.cancelled]  # by another of its choices
-        if going:
-            entries = [Entry(reading.states(), choice.text(), 1, choice.rules) for reading, choice in going]
-            self.running.update(zip(self.batch.enter(entries), (choice for _, choice in going), strict=True))
+                active.append((reading, choice))
+        active = [(reading, choice) for reading, choice in active if not choice.job.cancelled]  # by another of its choices
+        if active:
+            entries = [Entry(reading.states(), choice.text(), 1, choice.rules) for reading, choice in active]
+            self.running.update(zip(self.batch.enter(entries), (choice for _, choice in active), strict=True))
 
     def _enter_with_tail(self, group: list[tuple[Reading, Choice]]) -> None:
         """Slots for choices whose prompt's tail is left to steps."""
@@ -139,32 +139,32 @@ class Decoding:
 
     def step(self) -> bool:
         """Launches a step of all that want one, and hands out the tokens of an earlier one; whether there was either."""
-        going = {slot: choice for slot, choice in self.running.items() if choice.launched < choice.job.max_new_tokens}
-        if going:
+        active = {slot: choice for slot, choice in self.running.items() if choice.launched < choice.job.max_new_tokens}
+        if active:
             try:
-                self._launch(going)
+                self._launch(active)
             except Exception as error:
                 self._step_failed(error)
                 return True
         took = False
-        while len(self.launched) > (self.ahead if going else 0):
+        while len(self.launched) > (self.ahead if active else 0):
             self._take(*self.launched.popleft())
             took = True
         if took:
             for source, target in self.batch.compact().items():
                 self.running[target] = self.running.pop(source)
-        return bool(going) or took
+        return bool(active) or took
 
-    def _launch(self, going: dict[int, Choice]) -> None:
-        if tails := {slot: choice.tail.popleft() for slot, choice in going.items() if choice.tail}:
+    def _launch(self, active: dict[int, Choice]) -> None:
+        if tails := {slot: choice.tail.popleft() for slot, choice in active.items() if choice.tail}:
             self.batch.feed(tails)
         watch = self.pace.start()
-        wait = self.batch.run({slot: choice.features for slot, choice in going.items()})
+        wait = self.batch.run({slot: choice.features for slot, choice in active.items()})
         self.pace.stepped(watch)
-        for choice in going.values():
+        for choice in active.values():
             choice.launched += 1
-        self._snapshot(going)
-        self.launched.append(({slot: choice for slot, choice in going.items() if choice.launched > 0}, wait))
+        self._snapshot(active)
+        self.launched.append(({slot: choice for slot, choice in active.items() if choice.launched > 0}, wait))
 
     def _step_failed(self, error: Exception) -> None:
         """Those in slots have lost their states; the others go on, unless it happens again and again."""
@@ -225,11 +225,11 @@ class Decoding:
             with contextlib.suppress(torch.OutOfMemoryError):  # then it is not kept
                 self.cache.put(text[: choice.snapshot[0]], choice.snapshot[1]())
 
-    def _snapshot(self, going: dict[int, Choice]) -> None:
+    def _snapshot(self, active: dict[int, Choice]) -> None:
         """Copies the states of slots where a chunk ends: the last such copy is kept when the turn ends."""
         if self.cache is None or self.prompts.pieces.exact:
             return
-        ends = {slot: choice for slot, choice in going.items() if choice.fed % self.cache.chunk == 0}
+        ends = {slot: choice for slot, choice in active.items() if choice.fed % self.cache.chunk == 0}
         if not ends:
             return
         for choice in ends.values():

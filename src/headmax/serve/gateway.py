@@ -127,25 +127,25 @@ class Gateway:
     async def _answer(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         request = {name: scope[name] for name in ("method", "path", "query_string")} | {"headers": list(scope["headers"])}
         request["raw_path"] = scope.get("raw_path") or scope["path"].encode()
-        begun: Message | None = None
+        start: Message | None = None
         over = False
         try:
             async with contextlib.aclosing(self.call(affinity(body), request, body)) as messages:  # type: ignore[type-var]
                 async for message in messages:
-                    begun = message if message["type"] == "http.response.start" else begun
+                    start = message if message["type"] == "http.response.start" else start
                     over = message["type"] == "http.response.body" and not message.get("more_body", False)
                     await send(message)
         except self.lost as error:
             logger.warning("a server was lost: %s", " ".join(str(error).split())[:200])
-            said = ApiError(503, "the server that had this request was lost; send it again", code="server_lost")
+            lost = ApiError(503, "the server that had this request was lost; send it again", code="server_lost")
             if not over:
-                await self._report_loss(said, begun, scope, receive, send)
+                await self._report_loss(lost, start, scope, receive, send)
 
     @staticmethod
-    async def _report_loss(said: ApiError, begun: Message | None, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _report_loss(lost: ApiError, start: Message | None, scope: Scope, receive: Receive, send: Send) -> None:
         """An error in place of an answer, or as the last event of one that has begun."""
-        if begun is None:
-            answer: Response = said.response()
+        if start is None:
+            answer: Response = lost.response()
             return await answer(scope, receive, send)
-        streams = any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in begun["headers"])
-        await send({"type": "http.response.body", "body": sse(said.body()) if streams else b""})
+        streams = any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in start["headers"])
+        await send({"type": "http.response.body", "body": sse(lost.body()) if streams else b""})

@@ -90,7 +90,7 @@ class Generate:
         ids = torch.tensor([[0] * (longest - len(call.prompt)) + list(call.prompt) for call in batch], device=device)
         mask = torch.arange(longest, device=device) >= longest - torch.tensor([[len(call.prompt)] for call in batch], device=device)
         exact = {"max_new_tokens": most, "min_new_tokens": most, "do_sample": True, "pad_token_id": 0}
-        made = self.model.generate(ids, attention_mask=mask.long(), streamer=Clock(batch), **exact)[:, longest:].tolist()
+        rows = self.model.generate(ids, attention_mask=mask.long(), streamer=Clock(batch), **exact)[:, longest:].tolist()
         for call in batch:
             call.timing.tokens, call.timing.prompt = call.new, len(call.prompt)
-        return [row[: call.new] for call, row in zip(batch, made, strict=True)]
+        return [row[: call.new] for call, row in zip(batch, rows, strict=True)]

@@ -17,16 +17,16 @@ def server_process(*arguments: object, environment: Mapping[str, str] | None = N
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     assert server.stderr is not None
     try:
-        said = []
+        output = []
         for line in server.stderr:
-            said.append(line)
-            if found := re.search(r"on (http://\S+:\d+)", line):
+            output.append(line)
+            if address := re.search(r"on (http://\S+:\d+)", line):
                 break
         else:
-            raise ValueError("".join(said).strip())
+            raise ValueError("".join(output).strip())
         reading = threading.Thread(target=lambda: [None for _ in server.stderr or ()], daemon=True)
         reading.start()
-        yield server, found[1]
+        yield server, address[1]
     finally:
         server.kill()
         server.wait()

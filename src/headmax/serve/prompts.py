@@ -58,7 +58,7 @@ class Prompts:
             self.piece = None
 
     def next(self, most: int, left: int) -> Piece | None:
-        """The piece under way, or another of `most` tokens at most; None if no text is ready, or if it has more than are `left`."""
+        """The piece under way, or another of `most` tokens at most; None if no text is readable, or if it has more than are `left`."""
         if self.piece is None and (group := self._choose(most, left)):
             count = 0 if group[0].error is not None else max(self._size(reading, most) for reading in group)
             self.piece = Piece(group, count, len(self.model.model.layers))
@@ -66,13 +66,13 @@ class Prompts:
 
     def _choose(self, most: int, left: int) -> list[Reading]:
         """The text whose turn it is, and others that are read beside it."""
-        ready = [reading for reading in self.reading if self._can_go_on(reading)]
-        if ready:
-            chosen = min(ready, key=lambda reading: reading.left) if self.turn % 2 else ready[0]
+        readable = [reading for reading in self.reading if self._can_go_on(reading)]
+        if readable:
+            chosen = min(readable, key=lambda reading: reading.left) if self.turn % 2 else readable[0]
             if left < most and (chosen.error is not None or self._size(chosen, most) > left):
                 return []
             self.turn += 1
-            return [chosen, *self._companions(chosen, ready, left)]
+            return [chosen, *self._companions(chosen, readable, left)]
         while self.recomputed and left == most:
             reading = self.recomputed[0]
             if not reading.located:
@@ -99,12 +99,12 @@ class Prompts:
             self.reading.remove(reading)
         return taken
 
-    def _companions(self, chosen: Reading, ready: list[Reading], most: int) -> list[Reading]:
+    def _companions(self, chosen: Reading, readable: list[Reading], most: int) -> list[Reading]:
         """Further texts that one pass reads from their start to their end, of similar length, so that padding wastes little."""
         if not self._in_one_pass(chosen, most):
             return []
         group, longest, shortest = [chosen], len(chosen.tokens), len(chosen.tokens)
-        for other in ready:
+        for other in readable:
             length = len(other.tokens)
             long, short = max(longest, length), min(shortest, length)
             if other is not chosen and 2 * short > long and (len(group) + 1) * long <= most and self._in_one_pass(other, most):
@@ -152,9 +152,9 @@ class Prompts:
         if first.error is not None:
             raise first.error
         assert first.reader is not None
-        if not piece.begun:
+        if not piece.started:
             first.reader.begin(piece.count)
-            piece.begun = True
+            piece.started = True
         return first.reader.advance(blocks)
 
     def _end_piece(self, reading: Reading, start: int, hidden: Tensor) -> None:

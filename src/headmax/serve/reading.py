@@ -112,7 +112,7 @@ class Piece:
         self.group, self.count, self.blocks = group, count, blocks
         self.starts = [reading.position for reading in group]
         self.together: Together | None = None
-        self.begun = False
+        self.started = False
 
     @property
     def tokens(self) -> int:

@@ -46,9 +46,10 @@ class Continuation:
         self.tokens: list[int] = []
         self.scores: list[NewToken] = []
         self.gates: list[NewGates] = []
-        """Of pieces of the text that have not been told."""
+        """As `scores`, what has not been sent."""
         self.finish: str | None = None
-        self.sent = (0, 0, 0)
+        self.sent = (0, 0)
+        """Characters of the text, and tokens."""
         self.offset = 0
         """Characters of the text before the next token that is told."""
         self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
@@ -74,10 +75,10 @@ class Continuation:
 
     def delta(self) -> Delta:
         """What has come since the last call."""
-        text, scores, tokens = self.sent
-        self.sent = len(self.text), len(self.scores), len(self.tokens)
-        gates, self.gates = self.gates, []
-        return Delta(self.text[text:], self.scores[scores:], self.tokens[tokens:], gates)
+        text, tokens = self.sent
+        self.sent = len(self.text), len(self.tokens)
+        scores, self.scores, gates, self.gates = self.scores, [], self.gates, []
+        return Delta(self.text[text:], scores, self.tokens[tokens:], gates)
 
 
 class Reply:

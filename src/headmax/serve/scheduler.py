@@ -200,7 +200,7 @@ class Scheduler:
 
     def _admit(self) -> bool:
         """Begins to read the prompts of those who waited longest, as many as there are slots for."""
-        begun = False
+        admitted = False
         while self.waiting and len(self.prompts.reading) < self.decoding.free():
             with self.changed:
                 job = self.waiting.popleft()
@@ -210,8 +210,8 @@ class Scheduler:
             except Exception as error:
                 logger.exception("a prompt could not be begun")
                 self.fail(job, error)
-            begun = True
-        return begun
+            admitted = True
+        return admitted
 
     def _leave_tails_to_steps(self) -> None:
         for reading in self.prompts.take_tails(self.tail):

@@ -151,10 +151,10 @@ def check(kind: type[Kind], fields: Any) -> Kind:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         where = ".".join(map(str, first["loc"])) or None
-        said, code = first["msg"].removeprefix("Value error, "), None
-        said = said[0].lower() + said[1:]
+        message, code = first["msg"].removeprefix("Value error, "), None
+        message = message[0].lower() + message[1:]
         if first["type"] == "extra_forbidden" and first["loc"][-1] in UNSUPPORTED:
-            said, code = "not supported by this server", "unsupported_parameter"
+            message, code = "not supported by this server", "unsupported_parameter"
         elif first["type"] == "extra_forbidden":
-            said = "unknown field"
-        raise ApiError(400, f"{where}: {said}" if where else said, param=where, code=code) from None
+            message = "unknown field"
+        raise ApiError(400, f"{where}: {message}" if where else message, param=where, code=code) from None

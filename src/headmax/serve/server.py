@@ -1,4 +1,4 @@
-"""A process that serves one model until it is told to end."""
+"""A process that serves one model until it is on_signal to end."""
 
 from __future__ import annotations
 
@@ -141,11 +141,11 @@ def serve(service: Service, address: socket.socket) -> None:
     server = make_server(service)
     host, port = address.getsockname()[:2]
 
-    def told(number: int, frame: FrameType | None) -> None:
+    def on_signal(number: int, frame: FrameType | None) -> None:
         server.force_exit = server.force_exit or server.should_exit
         server.should_exit = True
 
-    before = {number: signal.signal(number, told) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         logger.info("serving %s on http://%s:%d", service.config.name, f"[{host}]" if ":" in host else host, port)
         server.run(sockets=[address])

@@ -94,6 +94,7 @@ class Service:
             raise ApiError(400, "this server has no tokenizer: use /v1/completions with token ids")
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs: needs logprobs", param="top_logprobs")
+        self._check_characters(self.tokenizer, sum(len(message.content) for message in body.messages), "messages")
         ids = await self.tokenizer.encode_chat([message.model_dump(exclude_none=True) for message in body.messages])
         self._check_tokens(ids, "messages")
         asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -134,8 +135,8 @@ class Service:
         jobs = []
         for number, ids in enumerate(prompts):
             if len(ids) + limit > self.config.max_length:
-                said = f"{len(ids)} tokens of prompt and {limit} new ones exceed the limit of {self.config.max_length} tokens"
-                raise ApiError(400, said, param="max_tokens", code="context_length_exceeded")
+                message = f"{len(ids)} tokens of prompt and {limit} new ones exceed the limit of {self.config.max_length} tokens"
+                raise ApiError(400, message, param="max_tokens", code="context_length_exceeded")
             jobs.append(
                 Job(
                     torch.tensor(ids, dtype=torch.int64),
@@ -173,16 +174,23 @@ class Service:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ApiError(400, "prompt: this server has no tokenizer; give token ids", param="prompt")
+            self._check_characters(self.tokenizer, len(prompt), "prompt")
             prompt = await self.tokenizer.encode(prompt)
         self._check_tokens(prompt, "prompt")
         return prompt
 
+    def _check_characters(self, tokenizer: ServedTokenizer, count: int, param: str) -> None:
+        """Before a text that is too long in any case keeps the tokenizer from others, for seconds a megabyte."""
+        if count > self.config.max_length * tokenizer.longest:
+            message = f"{param}: {count} characters exceed the limit of {self.config.max_length} tokens"
+            raise ApiError(400, message, param=param, code="context_length_exceeded")
+
     def _check_tokens(self, ids: Sequence[int], param: str) -> None:
         if not ids:
             raise ApiError(400, f"{param}: empty; give at least one token", param=param)
-        if len(ids) >= self.config.max_length + 1:
-            said = f"{param}: {len(ids)} tokens exceed the limit of {self.config.max_length}"
-            raise ApiError(400, said, param=param, code="context_length_exceeded")
+        if len(ids) > self.config.max_length:
+            message = f"{param}: {len(ids)} tokens exceed the limit of {self.config.max_length}"
+            raise ApiError(400, message, param=param, code="context_length_exceeded")
         if min(ids) < 0 or max(ids) >= self.vocabulary:
             raise ApiError(400, f"{param}: ids must be from 0 to {self.vocabulary - 1}, got {min(ids)} to {max(ids)}", param=param)
 

@@ -36,6 +36,8 @@ class ServedTokenizer:
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="headmax-tokenizer")
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self.special = {*tokenizer.all_special_ids, *(number for number, token in added.items() if token.special)}
+        self.longest = max(map(len, tokenizer.get_vocab()))
+        """Characters of the longest token."""
         self.letters = byte_letters() if "ByteLevel" in repr(getattr(tokenizer, "backend_tokenizer", tokenizer).decoder) else None
 
     async def encode(self, text: str) -> list[int]:
