@@ -30,7 +30,7 @@ NEAR_BEST = 1.02
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """What is asked for."""
+    """A training run to plan."""
 
     recipe: Recipe
     cluster: Cluster
@@ -61,9 +61,9 @@ class Cost:
     sent: float
     """Bytes by each GPU in a step."""
     seconds: float
-    """Of a step's messages,"""
+    """Of a step's messages."""
     waiting: float
-    """and those in which no work is done."""
+    """The part of `seconds` in which no work is done."""
 
 
 @dataclass(frozen=True)
@@ -101,18 +101,18 @@ def memory(work: Work, tokens: int, mesh: Mesh = ALONE, accumulation: int = 1, c
     t, spread = mesh.tensor, mesh.strategy == "fsdp"
     whole = work.matrices.on(t) + work.ends / t
     others = work.others.on(t)
-    made = {name: size * (whole / mesh.shards + others) for name, size in STATE_BYTES.items()}
+    held = {name: size * (whole / mesh.shards + others) for name, size in STATE_BYTES.items()}
     if spread and accumulation > 1:  # summed over micro-batches before they are sent
-        made["gradients"] = WIDE * (whole + others)
+        held["gradients"] = WIDE * (whole + others)
     # Sharded parameters are whole for the layer at work and the next, in bfloat16, and so is a layer's gradient before it is reduced.
     at_work = (whole + others) / (work.layers + 1)
-    made["bfloat16 weights"] = NARROW * (2 * at_work if spread else whole + others) + (WIDE * at_work if mesh.shards > 1 else 0)
+    held["bfloat16 weights"] = NARROW * (2 * at_work if spread else whole + others) + (WIDE * at_work if mesh.shards > 1 else 0)
     kept = work.inputs if checkpointing else work.activations.on(t)
     keys = NARROW * work.keys / t * (mesh.context - 1)  # of the pieces before
-    made["activations"] = tokens * (kept + work.block.on(t) + keys)
+    held["activations"] = tokens * (kept + work.block.on(t) + keys)
     vocabulary = work.vocabulary / t
-    made["loss"] = 2.0 * min(LOGITS_AT_ONCE, tokens * vocabulary) + 4.0 * vocabulary * work.hidden + 4.0 * tokens * work.hidden
-    return made
+    held["loss"] = 2.0 * min(LOGITS_AT_ONCE, tokens * vocabulary) + 4.0 * vocabulary * work.hidden + 4.0 * tokens * work.hidden
+    return held
 
 
 def ideal(work: Work, card: Card, tokens: int, mesh: Mesh = ALONE, checkpointing: bool = False) -> tuple[float, float]:
@@ -130,16 +130,16 @@ def ideal(work: Work, card: Card, tokens: int, mesh: Mesh = ALONE, checkpointing
 
 
 def costs(sent: list[Message], cluster: Cluster, micro: float, accumulation: int) -> dict[Direction, Cost]:
-    """By direction. Gathering parameters hides behind all passes, summing gradients behind the last backward, the rest nowhere."""
+    """By direction. Gathers of parameters overlap with all passes, sums of gradients with the last backward pass, nothing else overlaps."""
     hiding = {"forward and backward": micro * accumulation, "last backward": 2 / 3 * micro, "": 0.0}
     total = {place: sum(m.seconds(cluster) for m in sent if m.hides == place) for place in hiding}
     waits = {place: max(time - hiding[place], (NEVER_HIDDEN if place else 1.0) * time) for place, time in total.items()}
-    made: dict[Direction, Cost] = {}
+    by_direction: dict[Direction, Cost] = {}
     for direction in DIRECTIONS:
         if own := [m for m in sent if m.direction == direction]:
             waiting = sum(m.seconds(cluster) * waits[m.hides] / total[m.hides] for m in own if total[m.hides])
-            made[direction] = Cost(sum(m.sent for m in own), sum(m.seconds(cluster) for m in own), waiting)
-    return made
+            by_direction[direction] = Cost(sum(m.sent for m in own), sum(m.seconds(cluster) for m in own), waiting)
+    return by_direction
 
 
 def estimate(run: TrainingJob, work: Work, efficiency: float, mesh: Mesh) -> Estimate:
@@ -158,9 +158,9 @@ def estimate(run: TrainingJob, work: Work, efficiency: float, mesh: Mesh) -> Est
             if sum(needs.values()) <= USABLE * card.memory * 1e9:
                 once, optimizer = (t / efficiency for t in ideal(work, card, tokens, mesh, checkpointing))
                 sent = list(messages(work, mesh, run.length, micro, accumulation, checkpointing))
-                found = costs(sent, run.cluster, once, accumulation)
-                step = accumulation * once + optimizer + sum(cost.waiting for cost in found.values())
-                return Estimate(mesh, micro, accumulation, checkpointing, needs, found, step, run.steps)
+                exchanged = costs(sent, run.cluster, once, accumulation)
+                step = accumulation * once + optimizer + sum(cost.waiting for cost in exchanged.values())
+                return Estimate(mesh, micro, accumulation, checkpointing, needs, exchanged, step, run.steps)
     raise ValueError(
         f"one sequence of {run.length:,} does not fit on {run.cluster.name}: {sum(needs.values()) / 1e9:.0f} GB with checkpointing, "
         f"{USABLE * card.memory:.0f} of {card.memory:.0f} GB can be used"
@@ -169,7 +169,7 @@ def estimate(run: TrainingJob, work: Work, efficiency: float, mesh: Mesh) -> Est
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a mesh must be like; what is None is chosen."""
+    """Constraints on a mesh; what is None is chosen."""
 
     strategy: Strategy | None = None
     shard: int | None = None
@@ -194,15 +194,15 @@ ANY = Wanted()
 
 
 def ways(run: TrainingJob, work: Work, efficiency: float, gpus: int, wanted: Wanted = ANY) -> list[Estimate]:
-    """All that fit, the best first: the fastest, or a simpler one that is as good as that."""
-    found = []
+    """All that fit, the best first: the fastest, or a simpler one nearly as fast (NEAR_BEST). The others follow by time."""
+    fitting = []
     for mesh in wanted.meshes(gpus, run.cluster.per_node):
         try:
-            found.append(estimate(run, work, efficiency, mesh))
+            fitting.append(estimate(run, work, efficiency, mesh))
         except ValueError:
             continue
-    if not found:
+    if not fitting:
         return []
-    limit = NEAR_BEST * min(way.step for way in found)
-    best = next(way for way in found if way.step <= limit)
-    return [best, *sorted((way for way in found if way is not best), key=lambda way: way.step)]
+    limit = NEAR_BEST * min(way.step for way in fitting)
+    best = next(way for way in fitting if way.step <= limit)
+    return [best, *sorted((way for way in fitting if way is not best), key=lambda way: way.step)]

@@ -19,7 +19,7 @@ DIRECTIONS: tuple[Direction, ...] = ("data", "shard", "context", "tensor")
 
 @dataclass(frozen=True)
 class Mesh:
-    """GPUs as the trainer shares the work among them. Those next to each other share heads, then sequences, then a copy of the model."""
+    """GPUs as the trainer splits work over them. Consecutive ones share heads, then sequences, then a copy of the model."""
 
     gpus: int = 1
     strategy: Strategy = "ddp"
@@ -52,7 +52,7 @@ class Mesh:
 
     @property
     def shards(self) -> int:
-        """GPUs over which a copy of the model is spread, beside tensor parallelism."""
+        """GPUs over which FSDP shards a copy of the model; tensor parallelism divides it further."""
         return 1 if self.strategy == "ddp" else self.shard or self.alike
 
     @property
@@ -68,7 +68,7 @@ class Mesh:
         return " x ".join([spread, *(f"{name} {number}" for name, number in numbers.items() if number > 1)])
 
     def check(self, work: Work, length: int) -> None:
-        """Raises where the model or the sequences cannot be shared so."""
+        """Raises if the model or the sequences cannot be split this way."""
         if length % self.context:
             raise ValueError(f"sequence_length {length} must be a multiple of parallel.context {self.context}")
         if self.context > 1 and work.unsplit:
@@ -83,7 +83,7 @@ ALONE = Mesh()
 
 @dataclass(frozen=True)
 class Message:
-    """One that every GPU takes part in, `number` times a step."""
+    """A collective that every GPU takes part in, `number` times a step."""
 
     direction: Direction
     kind: Kind
@@ -91,18 +91,18 @@ class Message:
     """Bytes in all: of what an all-gather leaves on each GPU, or a reduce-scatter or an all-reduce begins with there."""
     ranks: int
     stride: int
-    """From one of them to the next."""
+    """Distance in rank between neighbours in the group."""
     number: float
     hides: Literal["forward and backward", "last backward", ""] = ""
-    """What it may overlap with."""
+    """The passes it may overlap with."""
 
     @property
     def sent(self) -> float:
-        """Bytes a GPU sends in a step, in rings; of a message to the neighbour, which one of them has not, the mean."""
+        """Bytes a GPU sends in a step, in rings. The last rank sends nothing to a next one: of such messages, the mean over ranks."""
         return self.number * (self.ranks - 1) / self.ranks * self.size * (2 if self.kind == "reduce" else 1)
 
     def seconds(self, cluster: Cluster) -> float:
-        """Of a step."""
+        """For all of a step."""
         return self.number * cluster.seconds(self.kind, self.size, self.ranks, self.stride)
 
 
