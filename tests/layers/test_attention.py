@@ -10,6 +10,8 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttentio
 
 from headmax import Packing
 from headmax.layers import Attention, AttentionConfig
+from headmax.layers.packed_attention import packed_attention
+from headmax.ops.spec import distance
 
 CONFIGS = {
     "plain": AttentionConfig(),
@@ -107,6 +109,26 @@ def test_packed_sequences_take_no_memory_for_pairs_of_tokens() -> None:
         mixer(x, packing=Packing(list(range(0, time + 1, 512)))).hidden.sum().backward()
     largest = max(event.self_cpu_memory_usage for event in profile.events())
     assert 4 * 32 * time <= largest < 4 * time * time / 16  # bytes of a projection; a sixteenth of a mask's
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("earlier", [0, 40])
+@pytest.mark.parametrize(("heads", "groups", "width", "window"), [(4, 4, 64, None), (6, 2, 24, 90), (4, 1, 128, 5), (4, 2, 20, 7)])
+def test_flash_attention_on_a_gpu(heads: int, groups: int, width: int, window: int | None, earlier: int, dtype: torch.dtype) -> None:
+    """Beside blocks in float64 on the CPU: packed rows and plain ones, keys of earlier tokens, and a width that has no kernel."""
+    for bounds in (None, Packing([0, 70, 71, 71, 300])):
+        rows = 2 if bounds is None else 1
+        shapes = (300, heads), (300 + earlier, groups), (300 + earlier, groups)
+        given = [torch.randn(rows, *shape, width).to(dtype) for shape in shapes]
+        direction, found = torch.randn(rows, 300, heads, width).to(dtype), []
+        for device, wide in (("cpu", torch.float64), ("cuda", dtype)):
+            q, k, v = (x.to(device, wide).requires_grad_() for x in given)
+            o = packed_attention(q, k, v, None if bounds is None else bounds.to(device), window)
+            found.append([o, *torch.autograd.grad(o, (q, k, v), direction.to(o))])
+        for expected, ours in zip(*found, strict=True):
+            assert ours.dtype == dtype
+            assert distance(ours, expected) <= 1e-2
 
 
 def test_weights_of_qwen3_next_give_its_output() -> None:

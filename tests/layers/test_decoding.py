@@ -219,20 +219,22 @@ def test_outputs_are_written_everywhere(rows: int, monkeypatch: pytest.MonkeyPat
         assert_equal_to_plain(make(mixer, head_gate=gate), rows)
 
 
-@pytest.mark.parametrize(("width", "dtype", "kernels"), [
-    (1024, torch.float32, ["few_rows_kernel"]),
-    (2048, torch.float32, ["normalize_kernel", "rows_kernel"]),
-    (2048, torch.bfloat16, ["few_rows_kernel"]),
+@pytest.mark.parametrize(("width", "input_dtype", "dtype", "few"), [
+    (1024, torch.float32, torch.bfloat16, True),
+    (2048, torch.float32, torch.bfloat16, False),
+    (2048, torch.bfloat16, torch.bfloat16, True),
+    (256, torch.float32, torch.float32, True),
+    (512, torch.float32, torch.float32, False),
 ])  # fmt: skip
 def test_an_input_too_wide_for_registers_is_normalised_first(
-    width: int, dtype: torch.dtype, kernels: list[str], monkeypatch: pytest.MonkeyPatch
+    width: int, input_dtype: torch.dtype, dtype: torch.dtype, few: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As Mamba-2's read-out, which is float32 and normalised as a whole, twice as wide as the model."""
     launched: list[str] = []
     monkeypatch.setattr(linear, "launch", lambda kernel, *_: launched.append(kernel.fn.__name__))
-    weight = torch.empty(16, width, dtype=torch.bfloat16)
-    linear.linear(linear.LinearInput(torch.empty(4, width, dtype=dtype), weight[0]), [weight])
-    assert launched == kernels
+    weight = torch.empty(16, width, dtype=dtype)
+    linear.linear(linear.LinearInput(torch.empty(4, width, dtype=input_dtype), weight[0]), [weight])
+    assert launched == (["few_rows_kernel"] if few else ["normalize_kernel", "rows_kernel"])
 
 
 def test_what_cannot_step_in_kernels_says_why() -> None:

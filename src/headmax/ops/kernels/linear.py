@@ -26,8 +26,8 @@ from headmax.ops.kernels.tiles import cdiv, power_of_2, processors
 TILE = 16_384
 """Entries of the matrices that a program for a single row holds at once."""
 FEW, WIDEST = 16, 4096
-"""Rows, and bytes of each, for which a program holds all weights of its outputs."""
-# Triton 3.6: where an input of more bytes (float32, wider than 1,024) is not in a norm's groups, 3 to 6 KB of each thread are on its stack.
+"""Rows, and bytes of each, for which a program holds all weights of its outputs. More bytes of an input that is no norm's groups, or a
+quarter of them of float32 weights, which have no matrix units, put 3 to 6 KB of each thread on its stack (Triton 3.6)."""
 MOST_MATRICES = 8
 SHARED = 96 * 1024
 """Bytes of shared memory that a program's tiles may take."""
@@ -325,10 +325,10 @@ def row_tile(outputs: int, width: int, groups: int, pair: bool, part: int, devic
 
 
 def few_rows_tile(width: int, groups: int, part: int, bytes_: int, pair: bool) -> dict[str, int] | None:
-    """A tile in which a warp has a part of the channels, of so many bytes; None if they are too many to be held."""
+    """A tile in which a warp has a part of the channels, weights of so many bytes; None if they are too many to be held."""
     split = groups if groups > 1 else math.gcd(width, 4)
     tile = {"SPLIT": split, "BG": power_of_2(split), "BC": max(16, power_of_2(width // split))}
-    if tile["BG"] * tile["BC"] * bytes_ > WIDEST:
+    if tile["BG"] * tile["BC"] * bytes_ > (WIDEST if bytes_ < 4 else WIDEST // 4):
         return None
     warps = 8 if pair or groups > 1 else 4  # as few as registers allow, so that the next kernel's programs find room
     return tile | {"BM": FEW, "BN": max(16, part), "num_warps": warps}
@@ -399,7 +399,8 @@ def linear(
         tile = row_tile(sum(outputs), width, groups, pair, part, device)
         launch(row_kernel, (sum(cdiv(n, tile["BN"]) for n in outputs),), before, held | tile | early(device))
         return out
-    if rows <= FEW and (few := few_rows_tile(width, groups, part, size if groups > 1 else max(size, x.element_size()), pair)) is not None:
+    held_whole = groups > 1 or width * x.element_size() <= WIDEST
+    if rows <= FEW and held_whole and (few := few_rows_tile(width, groups, part, size, pair)) is not None:
         strides = (x.stride(0), 0 if source.swish is None else source.swish.stride(0))
         launch(few_rows_kernel, (sum(cdiv(n, few["BN"]) for n in outputs),), (*before, *strides, rows), held | few | early(device))
         return out
