@@ -34,12 +34,19 @@ def training(results: Results) -> Iterator[str]:
             cell(found.get((case, impl, f"{variant}/{speed}")), ",.0f") for impl in ("headmax", "fla") for variant in ("plain", "softmax")
         ]
         rows.append([TITLES[b], *pairs[:2], cell(found.get((case, "headmax", "softmax over plain/time")), ".3f"), *pairs[2:]])
-    header = [f"tokens/s at {BESIDE}", "no gates", "softmax gates", "time, softmax over no gates", f"{PEER}, no gates", "its softmax gates"]
+    header = [
+        f"tokens/s at {BESIDE}",
+        "no gates",
+        "softmax gates",
+        "relative time with softmax gates",
+        f"{PEER}, no gates",
+        f"{PEER}, softmax gates",
+    ]
     yield markdown(header, rows)
     yield ""
     other = [record for (_, impl, metric), record in found.items() if (impl, metric) == ("headmax", f"transformer/{speed}")]
     yield f"{TITLES['transformer']}: {cell(other[-1] if other else None, ',.0f')} tokens/s. {PEER}'s gates are plain PyTorch."
-    yield "Float32 parameters, bfloat16 compute, fused AdamW; in brackets 95% intervals." + where(
+    yield "Float32 parameters, bfloat16 compute, fused AdamW; 95% intervals in parentheses." + where(
         record for key, record in found.items() if key[0].endswith(f" {BESIDE}")
     )
     costs = {
@@ -59,10 +66,10 @@ def sizes(results: Results) -> Iterator[str]:
             cells.append(cell(found.get((case, "headmax", "softmax over plain/time")), ".3f"))
             cells += [cell(found.get((case, "headmax", f"{variant}/peak memory")), ".1f") for variant in ("plain", "softmax")]
             rows.append([TITLES[b], case.split(" ", 1)[1], *cells])
-    header = ["backbone", "length x batch", "tokens/s, no gates", "tokens/s, softmax gates", "time, softmax over no gates"]
+    header = ["backbone", "length x batch", "tokens/s, no gates", "tokens/s, softmax gates", "relative time with softmax gates"]
     yield markdown([*header, "GiB, no gates", "GiB, softmax gates"], rows)
     yield ""
-    yield "Steps of 65,536 tokens were timed with gates only; in brackets 95% intervals." + where(found.values())
+    yield "Steps of 65,536 tokens were timed with gates only; 95% intervals in parentheses." + where(found.values())
 
 
 def decoding(results: Results) -> Iterator[str]:
@@ -72,14 +79,14 @@ def decoding(results: Results) -> Iterator[str]:
         pair = [cell(found.get((f"{gate}{b}-{SCALE} {PLACE}", "headmax", TOKEN)), ".3f") for gate in ("", "softmax-")]
         gates = found.get((f"{b}-{SCALE} {PLACE}", "headmax", "softmax over plain/latency"))
         rows.append([TITLES[b], *pair, cell(gates, ".3f"), cell(found.get((f"{b}-{SCALE} {PLACE}", "fla", TOKEN)), ".2f")])
-    yield markdown(["ms per token, batch 1", "no gates", "softmax gates", "softmax over no gates", f"{PEER}, `generate`"], rows)
+    yield markdown(["ms per token, batch 1", "no gates", "softmax gates", "relative time with softmax gates", f"{PEER}, `generate`"], rows)
     yield ""
     llama, ours = f"transformer-{SCALE}, static cache {PLACE}", f"transformer-{SCALE} {PLACE}"
     peers = [cell(found.get(key), ".2f") for key in ((ours, "headmax", TOKEN), (llama, "hf", TOKEN))]
-    yield f"After 1,024 tokens. {TITLES['transformer']}: {peers[0]} ms in our engine,"
+    yield f"After 1,024 tokens. {TITLES['transformer']}: {peers[0]} ms in headmax's engine,"
     yield f"{peers[1]} ms as transformers' Llama with a static cache."
-    yield "bfloat16 weights; in brackets 95% intervals." + where(r for r in found.values() if r.metric == TOKEN)
-    yield "These figures are of an earlier decoding step; today's has not been timed on a GPU."
+    yield "bfloat16 weights; 95% intervals in parentheses." + where(r for r in found.values() if r.metric == TOKEN)
+    yield "These figures are of an earlier decoding step; the present one has not been timed on a GPU."
 
 
 def texts(results: Results) -> Iterator[str]:
@@ -92,7 +99,7 @@ def texts(results: Results) -> Iterator[str]:
             pair = [found.get((f"{gate}{b}-{SCALE} {place}", "headmax", "end to end")) for gate in ("", "softmax-")]
             gap = f"{pair[1].value / pair[0].value:.3f}" if pair[0] and pair[1] else MISSING
             rows.append([TITLES[b], f"{count:,}" if count else MISSING, *(cell(record, ".2f") for record in pair), gap])
-    yield markdown(["seconds, one text", "decoded tokens", "no gates", "softmax gates", "softmax over no gates"], rows)
+    yield markdown(["seconds, one text", "decoded tokens", "no gates", "softmax gates", "relative time with softmax gates"], rows)
     yield "\nEvery text was timed once." + where(r for r in found.values() if r.metric == "end to end")
 
 

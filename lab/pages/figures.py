@@ -219,7 +219,7 @@ def find_training(lines: Lines, what: str) -> str:
 
 def find_one_commit(lines: Lines) -> str:
     ratios = [f"{lines[OURS][gates][0] / lines[PEER][gates][0]:.2f} times with {gates}" for gates in GATES.values()]
-    return f"Training {README_MODEL}, headmax reaches the tokens per second of {PEER} {' and '.join(ratios)}"
+    return f"Training throughput of {README_MODEL} in headmax, relative to {PEER}: {' and '.join(ratios)}"
 
 
 def find_latency(lines: Lines) -> str:

@@ -49,7 +49,7 @@ def answer(study: Study) -> Iterator[str]:
     """The primary contrast, by the plan's rule."""
     primary = study.primary
     if not primary.complete:
-        yield f"**{primary.name}: {NOT_RUN}** ({primary.n} of {primary.planned} seeds). Nothing is concluded before all of them are there."
+        yield f"**{primary.name}: {NOT_RUN}** ({primary.n} of {primary.planned} seeds). No conclusion before all seeds are complete."
         return
     word = verdict(primary)
     yield f"**{primary.name}: {told(primary)} per token, n = {primary.n}: {word}.** {PRIMARY_MEANS[word]}"
@@ -95,17 +95,17 @@ def settings(study: Study) -> Iterator[str]:
 INTRODUCTION = f"""# Findings
 
 Does competition between heads help, beyond a smaller output and a better initialisation? The study trains 80M-parameter language models for
-one pass over 90M tokens, with eight seeds for the contrast that decides. Questions and rules were
-[written down](../lab/study/plan.md) before the first run;
-[all contrasts and arms]({APPENDIX}). Written by `python -m lab findings` from `lab/results/study.jsonl`.
+one pass over 90M tokens, with eight seeds for the primary contrast. Questions and rules were
+[fixed](../lab/study/plan.md) before the first run. [The appendix]({APPENDIX}) has all contrasts and arms;
+`python -m lab findings` writes both pages from `lab/results/study.jsonl`.
 """
 APPENDIX_INTRODUCTION = """# Findings: tables
 
-The appendix of [Findings](findings.md). Differences are taken seed by seed; p is that of a paired t-test, corrected by Holm's
-method for all secondary contrasts that have two seeds. S-NIAH and SQuAD: percent right; S-NIAH is the mean of 1K to 8K tokens.
+The appendix of [Findings](findings.md). Differences are paired by seed; p is that of a paired t-test, corrected by Holm's
+method over all secondary contrasts with at least two seeds. S-NIAH and SQuAD: accuracy in percent; S-NIAH: mean over 1K to 8K tokens.
 """
-NOT_TESTED = """Models above 80M parameters, more than 90M tokens, other corpora and optimisers, instruction tuning; in language models,
-gates after the norm, with scale "heads" and sigmoid gates, which are compared in MQAR alone."""
+NOT_TESTED = """Models above 80M parameters, more than 90M tokens, other corpora and optimisers, instruction tuning. Gates after the norm,
+gates with scale "heads" and sigmoid gates are compared in MQAR only, not in language models."""
 
 
 def render(study: Study) -> str:

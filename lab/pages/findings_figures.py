@@ -131,7 +131,7 @@ def draw_why(study: Study) -> Any:
             layers = [mean(mean(point["rms"]) for point in points) for points in zip(*(r.extra["norms"] for r in found), strict=True)]
             left.plot(tokens, layers, color=colour, label=gates)
     left.axhline(1e-3, color="#404040", linewidth=0.8, linestyle=":")
-    left.set(yscale="log", xlabel="million tokens", title="What the norm gets (dotted: √eps)", ylabel="root mean square")
+    left.set(yscale="log", xlabel="million tokens", title="Input of the norm (dotted: √eps)", ylabel="root mean square")
     left.legend()
     for gates, found_by_eps in eps_losses(study).items():
         here = {eps: losses for eps, losses in found_by_eps.items() if losses}
@@ -171,5 +171,5 @@ FIGURES = {
     "contrasts": Picture("All contrasts", draw_contrasts, find_contrasts),
     "losses": Picture("Losses by arm", draw_losses, find_losses),
     "needles": Picture("Retrieval after needle texts", draw_needles, find_needles),
-    "why": Picture("Why: what the norm gets", draw_why, find_why),
+    "why": Picture("Why: the input of the norm", draw_why, find_why),
 }

@@ -85,15 +85,17 @@ def kernels_gpu() -> str:
 
 def kernels_gpu_runs() -> str:
     """Where the figures of `kernels_gpu` come from."""
-    columns = ["op, case", "gates: processes", "commit"]
-    columns += ["headmax in the run with the peer, ms", "flash-linear-attention, ms", "commit of that run"]
+    columns = ["op, case", "processes for gate overhead", "commit"]
+    columns += ["headmax, measured with the peer, ms", "flash-linear-attention, ms", "commit of that measurement"]
     rows = []
     for x in op_times():
         commits = ", ".join(dict.fromkeys(r.commit[:7] for r in (*x.now, *x.gates)))
         both = (" and ".join(f"{r.value:.2f}" for r in run) for run in (x.beside, x.peer))
         rows.append([f"`{x.op}`, {x.case}", str(len(x.gates)), commits, *both, x.peer[0].commit[:7]])
-    note = "Times are forward, and forward + backward. Gate overhead is that of forward + backward, the median of interleaved pairs; over\n"
-    return "\n".join([markdown(columns, rows), "", note + "several processes, their median, and the widest interval."])
+    note = (
+        "Times are of forward, and of forward + backward. Gate overhead is the median over interleaved pairs of forward + backward; with\n"
+    )
+    return "\n".join([markdown(columns, rows), "", note + "several processes, the median over them and their widest interval."])
 
 
 STEPS = ("gla-340m", "retnet-340m", "gdn-340m")
@@ -130,8 +132,8 @@ def steps_runs() -> str:
     first = ", ".join(f"{r.metric.split('/')[0]} {r.value:.0f} s" for r in cold)
     triton = values["gdn-340m 4096x8", "fla", "softmax/tokens per second"].extra["triton"]
     note = [
-        f"flash-linear-attention's Gated DeltaNet runs under Triton {triton}, since it refuses 3.6 on this GPU.",
-        f"Transformer++, timed with launches less far ahead of the GPU: {other.value:,.0f} tokens/s (commit {other.commit[:7]}).",
+        f"flash-linear-attention's Gated DeltaNet ran under Triton {triton}, since it refuses 3.6 on this GPU.",
+        f"Transformer++, timed with a shorter queue of kernel launches: {other.value:,.0f} tokens/s (commit {other.commit[:7]}).",
         f"First step of {cold[0].case.split()[0]} with empty caches: {first} (commit {cold[0].commit[:7]}).",
     ]
     columns = ["4096x8", "library", "gates", "GiB", "share of the matmul rate", "commit"]
@@ -143,7 +145,7 @@ def decoding() -> str:
     found = list(records.read(RESULTS / "decode_h200.jsonl"))
     values = {(r.case, r.metric): r for r in found}
     columns = ["softmax-gla-340m, batch", "ms per token after 1,024 tokens", "after 65,536 tokens", "tokens/s"]
-    columns += ["share of the bandwidth", "time over gla-340m"]
+    columns += ["share of the bandwidth", "time relative to gla-340m"]
     rows = []
     for batch in (1, 8, 64, 256):
         near, far = (values[f"softmax-gla-340m batch {batch} context {context}", "latency per token"] for context in (1024, 65536))
@@ -152,11 +154,9 @@ def decoding() -> str:
         cells = [f"{near.value:.3f}", f"{far.value:.3f}", f"{1e3 * batch / near.value:,.0f}", f"{share:.0%}", f"{ratio:.3f}"]
         rows.append([str(batch), *cells])
     whole = values["softmax-gla-340m batch 1 context 1024 decoded 16384", "end to end"]
-    note = (
-        f"bfloat16 weights, float32 state, {whole.device}, commit {whole.commit[:7]}. The bandwidth is that of a copy. A step reads every\n"
-    )
-    note += "weight once, and reads and writes every state. Generating 16,384 tokens after a prompt of 1,024 takes\n"
-    note += f"{whole.value:.1f} s from call to text."
+    note = f"bfloat16 weights, float32 state, {whole.device}, commit {whole.commit[:7]}. Bandwidth is relative to\n"
+    note += "a device copy. A step reads every weight once, and reads and writes every state. Generating 16,384 tokens after a prompt\n"
+    note += f"of 1,024 takes {whole.value:.1f} s in all."
     others = []
     for recipe in ("retnet-340m", "gdn-340m"):
         first = values[f"softmax-{recipe} batch 1 context 1024", "latency per token"]
@@ -164,7 +164,7 @@ def decoding() -> str:
             r.value for (case, metric), r in values.items() if case.startswith(f"{recipe} batch") and metric.startswith("softmax over")
         ]
         others.append(
-            f"- softmax-{recipe}: {first.value:.3f} ms at batch 1, at most {max(ratios):.3f} times {recipe} (commit {first.commit[:7]})."
+            f"- softmax-{recipe}: {first.value:.3f} ms at batch 1, at most {max(ratios):.3f} times {recipe}'s (commit {first.commit[:7]})."
         )
     return "\n".join([markdown(columns, rows), "", note, "", *others])
 
@@ -178,11 +178,11 @@ def peers() -> str:
         ("headmax", "softmax-gla-340m"): "softmax-gla-340m, headmax's engine",
         ("headmax", "transformer-340m"): "transformer-340m, headmax's engine, static key-value cache",
         ("hf", "transformer-340m, static cache"): "Llama of that size, `generate`, static cache, compiled by transformers",
-        ("hf", "softmax-gla-340m, compiled"): "softmax-gla-340m, `generate` as it was then, blocks compiled",
+        ("hf", "softmax-gla-340m, compiled"): "softmax-gla-340m, an earlier form of `generate`, blocks compiled",
         ("fla", "gla-340m"): "flash-linear-attention's gla-340m, `generate`",
     }
     rows = [[name, f"{times[key].value:.3g}", f"{times[key].value / mine.value:.3g}x"] for key, name in names.items()]
-    table = markdown(["one sequence after 1,024 tokens", "ms per token", "time over the engine's"], rows)
+    table = markdown(["one sequence after 1,024 tokens", "ms per token", "relative time"], rows)
     return "\n".join([table, "", f"One run, {mine.device}, commit {mine.commit[:7]}."])
 
 
@@ -199,10 +199,10 @@ def findings() -> str:
     rows = []
     for contrast, pairs in contrasts.items():
         rows.append([contrast, *(show(results.paired(*(Run(b, v) for v in pair)), 1, True) for b, pair in pairs.items())])
-    note = (
-        "Mean ± standard deviation over three seeds; 36M to 37M parameters, 13M tokens; lower is better. Frozen gates in the same place:\n"
+    note = "Lower is better. Mean ± standard deviation over three seeds; 36M to 37M parameters, 13M tokens. Seeds differ by up to 10%.\n"
+    note += (
+        "In the second row, the read gates of both models are on the query in GLA and after the norm in RetNet and GDN (Gated DeltaNet)."
     )
-    note += "on the query in GLA, the read gate after the norm in the others. Seeds differ by up to 10%."
     return "\n".join([markdown(["change in perplexity, %", *(TITLES[b] for b in LINEAR)], rows), "", note])
 
 
@@ -226,19 +226,21 @@ def speed() -> str:
 
 def demo() -> str:
     """All recorded seeds of the demo."""
-    columns = ["bits per byte of held-out files, mean (range)", "no gates", "gates frozen at 1/H", "softmax gates"]
+    columns = ["bits per byte on held-out files, mean (range)", "no gates", "gates frozen at 1/H", "softmax gates"]
     rows, notes = [], []
     for case, seeds in seed_scores(DEMO, code.METRIC).items():
         cells = [mean_and_range([scores[variant] for scores in seeds]) for variant in VARIANTS]
         rows.append([f"{case}, {len(seeds)} seeds", *cells])
-        below = " and ".join(f"below {NAMES[rival]} in {code.METRIC.wins(seeds, rival)}" for rival in RIVALS)
-        notes.append(f"Lower is better. Softmax gates were {below} of {len(seeds)} seeds; {_source(code.METRIC)}.")
+        beaten = " and ".join(f"{NAMES[rival]} in {code.METRIC.wins(seeds, rival)} of {len(seeds)} seeds" for rival in RIVALS)
+        notes.append(f"Lower is better. Softmax gates beat {beaten}; {_source(code.METRIC)}.")
     return "\n".join([markdown(columns, rows), "", *notes])
 
 
 def recall_demo() -> str:
     """All recorded seeds of the recall demo."""
-    columns, rows = ["accuracy of associative recall", "seeds", *VARIANTS, "softmax above plain", "above uniform"], []
+    columns = ["accuracy of associative recall", "seeds", "no gates", "frozen gates", "softmax gates"]
+    columns += ["seeds with softmax above no gates", "seeds with softmax above frozen gates"]
+    rows = []
     for case, seeds in seed_scores(DEMO, recall.METRIC).items():
         cells = [f"{statistics.fmean(scores[variant] for scores in seeds):.3f}" for variant in VARIANTS]
         rows.append([case, str(len(seeds)), *cells, *(str(recall.METRIC.wins(seeds, rival)) for rival in RIVALS)])
@@ -272,16 +274,16 @@ def training() -> str:
         "tokens": f"{run.value:,.0f}",
         "steps": f"{run.extra['steps']:,}, of which {run.extra['skipped']} skipped",
         "tokens/s": f"{speed.value:,.0f}",
-        "tokens/s of the step alone, on random tokens": f"{alone.value:,.0f}, of which the trainer reaches {share}",
+        "tokens/s of the step alone, on random tokens": f"{alone.value:,.0f}; the trainer reaches {share} of it",
         "validation perplexity": f"{values['validation perplexity'].value:.1f}",
         "loss spikes": f"{values['loss spikes'].value:.0f}",
         "gradient-norm peaks": f"{values['gradient peaks'].value:.0f}",
-        "mean entropy of the gates, 1 at most": ", ".join(f"{gate} {r.value:.2f}" for gate, r in entropy.items()),
+        "mean gate entropy (1 is an even split)": ", ".join(f"{gate} {r.value:.2f}" for gate, r in entropy.items()),
         "dead heads": ", ".join(dead) or "none",
     }
     return "\n".join(
         [
-            markdown([run.case, ""], list(rows.items())),
+            markdown([run.case, "value"], list(rows.items())),
             "",
             f"{run.device}, commit {run.commit}, records in `lab/results/training_h200.jsonl`.",
         ]
@@ -301,26 +303,26 @@ def gate_cost() -> str:
         for r in mine:
             if (more := r.extra["gated"] - r.value) >= 1:
                 rows.append([r.metric.split("/")[1], f"{r.extra['launches']:.0f}", f"{r.value:.0f}", f"{more:+.0f}"])
-    note = f"Device time of a forward and a backward pass, B=8 T=4096 H=4, {found[-1].device}; commits in brackets."
-    table = markdown(["op, kernel", "launches", "us, no gates", "gates add"], rows)
-    return "\n".join([table, "", f"{note} Kernels to which gates add less than 1 us are in the sums alone."])
+    note = f"Device time of a forward and a backward pass, B=8 T=4096 H=4, {found[-1].device}; commits in parentheses."
+    table = markdown(["op, kernel", "launches", "us without gates", "us added by gates"], rows)
+    return "\n".join([table, "", f"{note} Kernels to which gates add less than 1 us are included in the sums only."])
 
 
 def profile() -> str:
-    """What each kernel of GLA keeps busy."""
+    """How far each kernel of GLA uses the GPU."""
     found = list(records.read(RESULTS / "profile_h200.jsonl"))
     shown = {"DRAM bytes": "{:.0f}", "DRAM": "{:.0%}", "L2": "{:.0%}", "issue slots": "{:.0%}", "warps": "{:.1f}"}
-    columns = ["kernel", "us", "MB of memory", "share of its bandwidth", "share of the L2's", "issue slots in use", "warps"]
+    columns = ["kernel", "us", "DRAM traffic, MB", "share of DRAM bandwidth", "share of L2 bandwidth", "issue slots in use", "active warps"]
     rows = []
     for r in found:
         cells = [form.format(r.extra[name] / (1e6 if "bytes" in name else 1)) for name, form in shown.items()]
         rows.append([r.metric.split("/")[1], f"{r.value:.0f}", *cells])
-    note = f"gla with gates, B=8 T=4096 H=4, {found[0].device}, commit {found[0].commit[:7]}, counted by Nsight Compute;"
+    note = f"gla with gates, B=8 T=4096 H=4, {found[0].device}, commit {found[0].commit[:7]}, from Nsight Compute;"
     return "\n".join(
         [
             markdown(columns, rows),
             "",
-            f"{note} issue\nslots and warps are those of each of a multiprocessor's four schedulers.",
+            f"{note} issue\nslots and warps are per scheduler, of which a multiprocessor has four.",
         ]
     )
 
@@ -339,7 +341,7 @@ def step_time() -> str:
         return [name, *cells]
 
     rows = [row(f"`{kind}`" if "." in kind else kind, [kind]) for kind in kinds] + [row("**all kernels**", kinds)]
-    table = markdown(["ms on the GPU", *(name for case in recipes for name in (case, "gates add"))], rows)
+    table = markdown(["ms on the GPU", *(name for case in recipes for name in (case, "added by gates"))], rows)
     commits = ", ".join(dict.fromkeys(r.commit[:7] for r in found))
     return "\n".join([table, "", f"{found[0].device}, commit {commits}."])
 

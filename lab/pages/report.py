@@ -34,8 +34,8 @@ TRAINING = "training_h200.jsonl"
 BACKBONES = ("transformer", "retnet", "gla", "gdn")
 INTRODUCTION = f"""# Reproduction
 
-Earlier small runs, the cost of gates, and the commands for the paper's scale. Whether gates help is the question of the
-[study](findings.md); the runs here are too small and too few to decide it. [The appendix]({APPENDIX}) has all tables.
+Earlier small runs, the cost of gates, and the commands for the paper's scale. The runs are too small and too few to decide
+whether gates help, which is the question of the [study](findings.md). [The appendix]({APPENDIX}) has all tables.
 `python -m lab report` writes both pages from the records in `lab/results/`.
 """
 APPENDIX_INTRODUCTION = """# Reproduction: all tables
@@ -58,13 +58,13 @@ def small(results: Results) -> Lines:
         words = ["gates frozen at 1/H" if variant.startswith("uniform") else "no gates" for variant in pair[1:]]
         place = "after the norm" if pair[0].endswith("after") else "on the query"
         rows.append([TITLES[b], place, *words, *found, show(results.paired(*runs), 1, True)])
-    yield markdown(["backbone", "read gate", "compared with", "perplexity, softmax", "perplexity, compared", "difference, %"], rows)
+    yield markdown(["backbone", "read gate", "softmax vs.", "perplexity, softmax", "perplexity, the other", "difference, %"], rows)
     yield ""
-    yield f"{SIZES[1]}, 4 heads, 12.6M tokens (384 steps of 16 x 2048), three seeds, at the learning rate that was best for the plain"
-    yield "model. Mean ± standard deviation; differences are taken seed by seed. Seeds differ by up to 10%, so a few per cent mean nothing."
-    yield "Runs whose texts were not recorded were withdrawn, all runs of 512 steps and their task scores among them."
+    yield f"{SIZES[1]}, 4 heads, 12.6M tokens (384 steps of 16 x 2048), three seeds, at the best learning rate of the model"
+    yield "without gates. Mean ± standard deviation, differences paired by seed. Seeds differ by up to 10%, so a few per cent mean nothing."
+    yield "Runs without a record of their training text were withdrawn, among them all runs of 512 steps and their task scores."
     yield ""
-    yield f"[Numbers of heads and sizes of models]({APPENDIX}#small-language-models), [recall]({APPENDIX}#recall)."
+    yield f"More tables: [numbers of heads and sizes of models]({APPENDIX}#small-language-models), [recall]({APPENDIX}#recall)."
 
 
 def scales(results: Results) -> Lines:
@@ -73,7 +73,7 @@ def scales(results: Results) -> Lines:
         plain, *gated = (Run("gla", variant, heads=heads) for variant in ("plain", "softmax", "uniform"))
         found = [show(perplexity(results.seeds(LOSS, run))) for run in (plain, *gated)]
         rows.append([str(heads), *found, show(results.paired(*gated), 1, True)])
-    header = [f"GLA, {SIZES[1]}: heads", "no gates", "softmax gates", "gates frozen at 1/H", "softmax against frozen, %"]
+    header = [f"GLA, {SIZES[1]}: heads", "no gates", "softmax gates", "gates frozen at 1/H", "softmax vs. frozen, %"]
     yield markdown(header, rows)
     gains = " and ".join(f"{gain} at {heads} heads" for heads, gain in PAPER_GAINS.items())
     yield f"\nIn the paper, softmax gates lower WikiText perplexity by {gains} (110M parameters).\n"
@@ -82,13 +82,13 @@ def scales(results: Results) -> Lines:
         both = [Run("gla", variant, size) for variant in ("softmax", "plain")]
         found = [show(perplexity(results.seeds(LOSS, run))) for run in both]
         rows.append([size, *found, show(results.paired(*both), 1, True)])
-    yield markdown(["GLA, 4 heads: layers x width", "softmax gates", "no gates", "softmax against no gates, %"], rows)
+    yield markdown(["GLA, 4 heads: layers x width", "softmax gates", "no gates", "softmax vs. no gates, %"], rows)
 
 
 def recall(results: Results) -> Lines:
-    yield "Multi-query associative recall (MQAR): 2 layers x 128, 2,000 steps, at the learning rate that was best for the plain model."
-    yield "Most settings are solved, not solved at all, or differ from seed to seed by as much as they can. The study picks a rate for"
-    yield "each kind of gate."
+    yield "Multi-query associative recall (MQAR): 2 layers x 128, 2,000 steps, at the best learning rate of the model without gates."
+    yield "Most settings are solved, not solved at all, or vary between seeds over the whole range. The study tunes the rate for each kind"
+    yield "of gate."
     yield ""
     rows = []
     for b in LINEAR:
@@ -99,7 +99,7 @@ def recall(results: Results) -> Lines:
 
 
 def full_scale(results: Results) -> Lines:
-    yield "On 8 GPUs, after `headmax data prepare` as in [data](data.md); `headmax plan RECIPE --gpu h100` says how long each takes."
+    yield "On 8 GPUs, after `headmax data prepare` as in [data](data.md); `headmax plan RECIPE --gpu h100` estimates how long each takes."
     yield ""
     yield "```"
     yield from commands()

@@ -51,4 +51,4 @@ def test_panels(tmp_path: Path) -> None:
     assert whole == [["GLA", "512", "0.25", "0.26", "1.020"], ["GLA", "16,384", "6.00", "6.12", "1.020"]]
     assert "Transformer++: 50,000 tokens/s." in text
     assert "Over all 2 settings measured, gates cost +1.0% to +1.1% in time, +0.1% in memory." in text
-    assert f"Transformer++: {MISSING} ms in our engine,\n3.38 ms as transformers' Llama" in text
+    assert f"Transformer++: {MISSING} ms in headmax's engine,\n3.38 ms as transformers' Llama" in text

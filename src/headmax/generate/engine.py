@@ -27,36 +27,36 @@ class Request:
     prompt: str | Sequence[int] = ()
     """Text, if the engine has a tokenizer, or token ids."""
     prefix: PrefixState | None = None
-    """What comes before the prompt and has been read already."""
+    """State after the text before the prompt, from `Engine.prefill`."""
     max_new_tokens: int = 256
     sampling: Sampling = field(default_factory=Sampling)
     stop_tokens: Sequence[int] = ()
-    """Tokens that end the text; the one that does is the completion's last."""
+    """Tokens that end the text; the completion includes the one that did."""
     stop_strings: Sequence[str] = ()
-    """Strings that end the text, which is cut before them. They need a tokenizer."""
+    """Strings that end the text, which does not include them. They need a tokenizer."""
 
 
 @dataclass
 class Completion:
-    """What a request gave."""
+    """The result of a request."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] | None = None
-    """Of each token under the model itself, before temperature and the like; if they were asked for."""
+    """Log-probability of each token under the model itself, before temperature and the other rules; if requested."""
     text: str | None = None
-    """If the engine has a tokenizer; without special tokens' names."""
+    """The decoded text, without special tokens; None if the engine has no tokenizer."""
     finish: Literal["length", "stop_token", "stop_string"] = "length"
 
 
 OnToken = Callable[[int, int, str], None]
-"""Called with the request's number, the new token and the text that is now certain, which may be empty."""
+"""Called with the request's index, the new token and the text that no later stop string can remove, which may be empty."""
 
 
 class Engine:
-    """Continues texts with a model whose weights stay as they are.
+    """Decodes batches of requests.
 
-    On a GPU a whole step, from embedding to sampled token, is one CUDA graph per batch size, a power of two up to `max_batch`:
-    a batch in between runs in the next larger one. Threads may share an engine: they wait for each other's calls.
+    On a GPU a whole step, from embedding to sampled token, is one CUDA graph per batch size, a power of two up to `max_batch`;
+    other batch sizes are padded to the next one. Threads may share an engine and then wait for each other.
     """
 
     def __init__(
@@ -71,10 +71,11 @@ class Engine:
     ) -> None:
         """
         Args:
-            max_batch: most requests at a time; memory for their states is taken now.
-            state_dtype: of the recurrent states; bfloat16 halves them and loses digits over time, see docs/generation.md.
-            prefill_chunk: most tokens of prompts in one forward pass.
-            max_length: most tokens of a text, prompt included; attention layers need it, recurrent ones have no limit.
+            model: the model; its weights must not change while the engine is in use.
+            max_batch: maximum number of requests at a time; memory for their states is allocated now.
+            state_dtype: dtype of the recurrent states; bfloat16 halves their memory, at some loss of precision (docs/generation.md).
+            prefill_chunk: maximum number of prompt tokens in one forward pass.
+            max_length: maximum length of a text in tokens, prompt included; needed for attention layers only.
             tokenizer: a Hugging Face tokenizer, for prompts, stop strings and completions as text.
         """
         if not isinstance(model, HeadmaxForCausalLM):
@@ -95,17 +96,17 @@ class Engine:
 
     @property
     def fingerprint(self) -> str:
-        """Of the model, as a saved prefix carries it."""
+        """Identifies the model in saved prefixes."""
         return str(self.origin)
 
     def state_bytes(self, batch: int = 1) -> int:
-        """Memory of so many sequences' states."""
+        """Memory of the states of `batch` sequences."""
         return HeadmaxCache.on([slots.rows(slice(0, batch)) for slots in self.step.memory]).nbytes()
 
     def encode(self, prompt: str | Sequence[int], start: bool = True) -> Tensor:
-        """Token ids [n] of a prompt, on the host; at the `start` of a text with the special tokens that its tokenizer puts there.
+        """Token ids [n] of a prompt, on the host; at the `start` of a text, with the special tokens that the tokenizer puts there.
 
-        In a text the names of special tokens are spelled out, as in training data: give token ids where they are meant.
+        Names of special tokens in a text are plain text, as in training data; pass token ids for special tokens.
         """
         if isinstance(prompt, str):
             if self.tokenizer is None:
@@ -125,7 +126,7 @@ class Engine:
         return ids.long()
 
     def prefill(self, prompt: str | Sequence[int], prefix: PrefixState | None = None) -> PrefixState:
-        """Reads a prompt, after a prefix if given, and returns what the model then remembers."""
+        """Reads a prompt, after a prefix if given, and returns the state of the model."""
         with self.turn.reentrant():
             return self._prefill([Request(prompt, prefix)])[0]
 
@@ -193,7 +194,16 @@ class Engine:
     def generate(
         self, requests: Request | Sequence[Request], *, on_token: OnToken | None = None, logprobs: bool = False
     ) -> list[Completion]:
-        """Continues every request until it stops by itself or has its `max_new_tokens`."""
+        """Continues every request until a stop token or string, or until its `max_new_tokens`.
+
+        Args:
+            requests: one or several, at most `max_batch`.
+            on_token: called with a request's index, each new token, and the text that no later stop string can remove.
+            logprobs: also return the log-probability of every token under the model itself, before temperature and the other rules.
+
+        Returns:
+            A completion for each request, in order.
+        """
         requests = [requests] if isinstance(requests, Request) else list(requests)
         self._check(requests)
         with self.turn.exclusive():

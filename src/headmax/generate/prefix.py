@@ -74,7 +74,7 @@ def check_place(path: Path) -> None:
 
 @dataclass(frozen=True)
 class PrefixState:
-    """What a model remembers of `tokens`, and what it expects next. Never written to: any number of continuations may share one."""
+    """The states of a model after `tokens`, and its next logits. It is never modified, so any number of requests may share one."""
 
     tokens: Tensor
     """[n] on the host"""

@@ -26,15 +26,15 @@ class Sampling:
     temperature: float = 1.0
     """Divides the logits; 0 takes the most likely token."""
     top_k: int | None = None
-    """Only this many most likely tokens."""
+    """Keep only this many of the most likely tokens."""
     top_p: float = 1.0
-    """Only the most likely tokens that together have this probability, after top_k."""
+    """Keep the smallest set of most likely tokens with at least this total probability, after top_k."""
     min_p: float = 0.0
-    """Only tokens at least this likely, as a share of the most likely one's probability."""
+    """Keep only tokens with at least this fraction of the highest probability."""
     repetition_penalty: float = 1.0
     """Divides positive and multiplies negative logits of tokens seen before, in the prompt or since."""
     seed: int = 0
-    """With a token's position it decides the draw: the same request gives the same tokens in any batch."""
+    """Seed of the draws, which depend on it and on a token's position only: the same request gives the same tokens in any batch."""
     presence_penalty: float = 0.0
     """Subtracted from the logits of tokens generated before."""
     frequency_penalty: float = 0.0

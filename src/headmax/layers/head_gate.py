@@ -40,7 +40,7 @@ class HeadGateConfig:
     scale: float | Literal["heads"] = 1.0
     """Sum of the gates over heads; "heads" is their number, so that a uniform gate is 1."""
     temperature: float = 1.0
-    """Factor on the scores; larger values decide more sharply."""
+    """Factor on the scores; larger values give sharper gates."""
     init_std: float = 0.02
     """Standard deviation of the initial score weights; 0 starts from uniform gates."""
 

@@ -145,10 +145,16 @@ def install(model: nn.Module, found: Iterable[Forward]) -> None:
 
 
 def accelerate(model: nn.Module) -> nn.Module:
-    """Runs the linear-attention layers of a transformers model on headmax's ops, in place, and returns it.
+    """Runs the linear-attention layers of a transformers model on headmax's ops, in place.
 
-    Weights, names, cache and outputs stay what they are, on any device. Packed sequences are kept apart, by `cu_seq_lens_q`, `seq_idx`
-    or `position_ids` that restart.
+    Classes, weights, cache and outputs stay the same, on any device. Packed sequences, marked by `cu_seq_lens_q`, `seq_idx` or
+    `position_ids` that restart, are kept apart.
+
+    Args:
+        model: a model of a supported type, such as Qwen3.5, Kimi-Linear, Mamba-2 or Nemotron-H.
+
+    Returns:
+        The same model.
     """
     found = [forward for _, forward in forwards(model)]
     if not found:

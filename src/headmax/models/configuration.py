@@ -59,7 +59,7 @@ OF_MIXERS = ("head_k_dim", "head_v_dim", "num_v_heads", "conv_size", "feature_ma
 
 
 class HeadmaxConfig(PreTrainedConfig):
-    """A model of any mixer, with or without head gates. What is not given takes the mixer's own default."""
+    """A model of any mixer, with or without head gates. Fields that are not given take the mixer's defaults."""
 
     model_type = "headmax"
     keys_to_ignore_at_inference = ["past_key_values"]
@@ -78,7 +78,7 @@ class HeadmaxConfig(PreTrainedConfig):
     vocab_size: int = 32_000
     """Size of the vocabulary."""
     head_gate: HeadGateConfig | dict | None = None
-    """The softmax over heads; None is the plain backbone."""
+    """Settings of the head gates; None for the plain backbone."""
     head_k_dim: int | None = None
     """Width of a head's query and key: hidden_size / heads unless given, half of that for GLA and Gated DeltaNet, 128 for Mamba-2.
     In a hybrid this is the width of the recurrent layers; attention layers keep hidden_size / heads."""
@@ -95,7 +95,7 @@ class HeadmaxConfig(PreTrainedConfig):
     feature_map: str | None = None
     """Feature map on q and k of linear, RetNet and GLA: "identity" (unless given), "relu", "elu", "silu", "softmax"."""
     output_norm: str = "head"
-    """Norm of the read-out: per head, as in the original backbones; joint over all heads; or none. Mamba-2's is joint unless
+    """Norm of the heads' outputs: per head, as in the original backbones; joint over all heads; or none. Mamba-2's is joint unless
     Mamba2Config says otherwise."""
     norm_eps: float = 1e-6
     """Epsilon of every norm, added to the mean square."""

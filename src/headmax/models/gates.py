@@ -27,7 +27,12 @@ LAYER = re.compile(r"layers\.(\d+)\..*?(\w+)$")
 
 
 def save_gates(model: nn.Module, folder: Path | str) -> None:
-    """Writes gates.safetensors and gates.json into `folder`: the weights of the gates, their settings, and the model they fit."""
+    """Saves the head gates of a model alone, as gates.safetensors and gates.json (their settings, and the model they fit).
+
+    Args:
+        model: a model with head gates; merge PEFT adapters first.
+        folder: where to write.
+    """
     root, folder = _root(model), Path(folder)
     gates = gates_of(root)
     if not gates:
@@ -48,9 +53,17 @@ def save_gates(model: nn.Module, folder: Path | str) -> None:
 
 
 def load_gates(model: nn.Module, folder: Path | str) -> nn.Module:
-    """Gives `model` the gates that `save_gates` wrote, or those of a softmaxified model that `save_pretrained` wrote, and returns it.
+    """Adds saved head gates to a model, in place.
 
-    ValueError, and an unchanged model, where they do not fit it.
+    Args:
+        model: a model of the type and size that the gates were saved from.
+        folder: what `save_gates` wrote, or `save_pretrained` of a softmaxified model.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: if the gates do not fit; the model is then unchanged.
     """
     root, folder = _root(model), Path(folder)
     file = folder / SETTINGS if (folder / SETTINGS).exists() else folder / MODEL_SETTINGS

@@ -150,13 +150,13 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
         )
 
     def set_context_group(self, group: ProcessGroup | None) -> None:
-        """Inputs are from now on this rank's piece of every sequence, in the order of the group's ranks; whole sequences with None."""
+        """From now on inputs are this rank's segment of every sequence, in the order of the group's ranks; with None, whole sequences."""
         self.context_group = group
         for block in self.layers:
             block.mixer.context_group = group  # type: ignore[union-attr]
 
     def set_tensor_mesh(self, mesh: DeviceMesh) -> None:
-        """Heads, columns of MLPs and vocabulary are from now on shared by the ranks of the mesh, whose inputs are the same."""
+        """From now on the ranks of the mesh share the heads, the columns of MLPs and the vocabulary; their inputs must be the same."""
         divide("vocab_size", self.config.vocab_size, mesh.size())
         self.tensor_group = mesh.get_group()
         shard_parameter(self.embed_tokens, "weight", mesh, 0)
@@ -176,7 +176,7 @@ class HeadmaxModel(HeadmaxPreTrainedModel):
 
 
 class HeadmaxForCausalLM(HeadmaxPreTrainedModel, GenerationMixin):
-    """The language model: `model(input_ids, labels=...)`, `model.generate(...)`, and all else a Hugging Face causal LM does."""
+    """The language model. It is used like any Hugging Face causal LM: `model(input_ids, labels=...)`, `model.generate(...)`."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
@@ -230,9 +230,21 @@ class HeadmaxForCausalLM(HeadmaxPreTrainedModel, GenerationMixin):
         skip_logits: bool | None = None,
         **kwargs: Any,
     ) -> HeadmaxCausalLMOutput:
-        """As any Hugging Face causal LM; `cu_seqlens` (or `cu_seq_lens_q`) packs sequences, `return_gates` adds `.gates`.
+        """Logits and loss, as of any Hugging Face causal LM.
 
-        With labels in training mode (or `skip_logits=True`) the loss is computed piece by piece, and `.logits` is None.
+        Args:
+            input_ids: token ids [batch, time].
+            attention_mask: [batch, time], 0 where there is no token, anywhere in a row.
+            position_ids: [batch, time]; in a batch of one, positions that restart mark packed sequences.
+            past_key_values: a `HeadmaxCache`, to continue a text.
+            inputs_embeds: [batch, time, hidden], instead of `input_ids`.
+            labels: [batch, time], shifted inside the model; -100 is ignored.
+            use_cache: return the states as `.past_key_values`.
+            logits_to_keep: compute logits of the last so many tokens, or of these positions, only; 0 for all.
+            cu_seqlens: boundaries of packed sequences, with batch 1: [sequences + 1] integers, or a `Packing`; also as `cu_seq_lens_q`.
+            return_gates: return the head gates as `.gates`, a pair (read, write) of [batch, time, heads] per layer.
+            output_hidden_states: return the hidden states of all layers.
+            skip_logits: compute the loss in parts and leave `.logits` None; done in training mode with labels unless given.
         """
         check_arguments(kwargs)
         cu_seqlens = named_packing(cu_seqlens, position_ids, kwargs)

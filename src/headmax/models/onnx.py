@@ -119,8 +119,11 @@ def names(cache: HeadmaxCache) -> list[str]:
 
 @torch.no_grad()
 def export_onnx(model: HeadmaxForCausalLM, folder: Path, length: int, batch: int = 1) -> tuple[Path, Path]:
-    """Writes prefill.onnx, for prompts of `length` tokens, and step.onnx, which takes a token, its position and the states of either, by
-    the names under which they are returned. Needs the packages onnx and onnxscript."""
+    """Writes prefill.onnx, for prompts of `length` tokens, and step.onnx, for one token.
+
+    The step takes a token, its position and the states that either graph returned, under the same names. Needs the packages onnx and
+    onnxscript.
+    """
     ids = torch.zeros(batch, length, dtype=torch.int64)
     cache = model.eval()(ids, use_cache=True).past_key_values
     labels, past = names(cache), tree_leaves(states(cache))

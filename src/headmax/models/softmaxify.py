@@ -42,11 +42,18 @@ def gateable(model: nn.Module) -> Iterator[tuple[str, RecurrentMixer | Forward |
 
 
 def softmaxify(model: nn.Module, gate: HeadGateConfig = START, *, train: Literal["all", "gates"] = "all") -> nn.Module:
-    """Gives every recurrent layer of `model` head gates, in place, and returns it: headmax models, flash-linear-attention's, and those of
-    transformers that `accelerate` knows.
+    """Adds head gates to every recurrent layer of a trained model, in place.
 
-    With the default gates it computes what it did before. train="gates" freezes everything else. A headmax model is saved and loaded as
-    ever; for another, whose class knows of no gates, `load_gates(from_pretrained(folder), folder)` brings them back.
+    A headmax model with gates is saved and loaded as before. Other classes have no gates, so that `from_pretrained` drops them;
+    `load_gates(model, folder)` restores them.
+
+    Args:
+        model: a model of headmax or flash-linear-attention, or one of transformers that `accelerate` knows.
+        gate: settings of the gates; with the default, gates start as exactly 1 and outputs stay the same.
+        train: "all" trains the whole model, "gates" freezes everything else.
+
+    Returns:
+        The same model.
     """
     if train not in ("all", "gates"):
         raise ValueError(f"softmaxify: train must be 'all' or 'gates', got {train!r}")

@@ -39,13 +39,13 @@ def _obstacle(op: Op, q: Tensor, v: Tensor) -> str | None:
 
 @torch.no_grad()
 def step(op: Op, *inputs: Tensor, state: Tensor, scale: float | None = None, backend: str = "auto", **options: Any) -> Tensor:
-    """`op` on at most MOST_TOKENS tokens after `state`: o [B,T,HV,V]. The state is updated in place; there are no gradients.
+    """`op` on at most 16 tokens after `state`: o [B,T,HV,V]. The state is updated in place; there are no gradients.
 
     Args:
         op: a recurrence, such as `headmax.ops.gla`.
-        inputs: its own, q [B,T,H,K], k, v [B,T,HV,V], then decays and strengths.
+        inputs: its positional arguments: q [B,T,H,K], k, v [B,T,HV,V], then decays and beta.
         state: [B,HV,K,V], of any floating dtype; sums are float32 (float64 for float64 inputs).
-        options: `read_gate`, `write_gate` and what else the op takes by keyword, but no packing.
+        options: the op's keyword arguments, such as `read_gate` and `write_gate`, except `cu_seqlens`.
     """
     q, v = inputs[0], inputs[2]
     if not 1 <= q.shape[1] <= MOST_TOKENS:

@@ -11,37 +11,37 @@ from headmax.ops.packing import LONG_CHUNK
 @dataclass(frozen=True)
 class ServerConfig:
     name: str
-    """What requests call the model."""
+    """Model name in requests."""
     max_batch: int = 16
-    """Choices that are generated at a time."""
+    """Maximum number of texts generated at the same time."""
     max_length: int = 32768
-    """Most tokens of a text, prompt included."""
+    """Maximum length of a text in tokens, prompt included."""
     queue: int = 256
-    """Most prompts that wait for a slot; more are answered with 503."""
+    """Maximum number of waiting prompts; further requests get status 503."""
     chunk: int = 256
-    """Tokens after which states are kept, counted from a text's start."""
+    """The prefix cache keeps states at multiples of this many tokens."""
     piece: int = 1024
-    """Most tokens of a prompt in one pass, and of all between two steps; a chunk at least."""
+    """Maximum number of prompt tokens read in one pass, and between two decoding steps; at least `chunk`."""
     prefix_cache: int = 2 * 2**30
-    """Bytes of states in device memory, 0 for no prefix cache."""
+    """Bytes of the prefix cache in device memory; 0 turns it off."""
     prefix_cache_host: int = 0
-    """Bytes beside them in host memory, where the model runs on a GPU."""
+    """Further bytes in host memory, if the model runs on a GPU."""
     prefix_folder: Path | None = None
-    """Where states are kept across restarts."""
+    """Folder that keeps states across restarts."""
     prefix_folder_size: int = 16 * 2**30
-    """Bytes of them."""
+    """Maximum size of that folder in bytes."""
     deterministic: bool = False
-    """Whether a request gives the same bits alone, in any batch, after a prefix hit or not."""
+    """Give a request the same bits alone, in any batch, and with or without a prefix hit."""
     api_key: str | None = None
-    """What callers must show, if anything."""
+    """Bearer token that clients must send, if any."""
     timeout: float = 600.0
-    """Seconds that a request may take, waiting included."""
+    """Time limit of a request in seconds, waiting included."""
     body_timeout: float = 30.0
-    """Seconds in which its body must have come."""
+    """Time limit in seconds for receiving its body."""
     max_body: int = 8 * 2**20
-    """Bytes of a body."""
+    """Maximum size of a body in bytes."""
     drain: int = 60
-    """Seconds that requests under way have to end after SIGTERM."""
+    """Seconds that running requests have to finish after SIGTERM."""
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "max_length", "queue", "piece", "max_body", "prefix_folder_size"):

@@ -56,7 +56,7 @@ class ComputeConfig:
     precision: Precision = "bfloat16"
     """Precision of the matrix products."""
     micro_batch: int = 8
-    """Most sequences that a device processes at a time; its share of the batch is split evenly into as few micro-batches as possible."""
+    """Maximum number of sequences that a device processes at a time; its share of the batch is split evenly into micro-batches."""
     compile: bool | None = None
     """Compile the blocks with torch.compile; unless given, on a GPU only."""
     activation_checkpointing: bool = False
@@ -67,14 +67,14 @@ class ComputeConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How several processes share the work."""
+    """How several processes share the work: data, context and tensor parallelism."""
 
     strategy: Strategy = "ddp"
     """ddp replicates the model; fsdp (FSDP2) shards parameters, gradients and optimizer states."""
     shard: int | None = None
     """Processes over which fsdp shards each copy of the model, such as those of a node; unless given, all share one copy."""
     context: int = 1
-    """Processes that share each sequence, in pieces; must divide the number of processes and the sequence length."""
+    """Processes that share each sequence, a segment each; must divide the number of processes and the sequence length."""
     tensor: int = 1
     """Processes that share heads, MLP columns and vocabulary; must divide each of these, and the number of processes."""
 
@@ -123,7 +123,7 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Settings of a training run. Defaults are the paper's and, where it refers to it, those of GLA's recipe."""
+    """Settings of a training run. Defaults are the paper's or, where it refers to them, those of GLA's recipe."""
 
     token_budget: int = 15_000_000_000
     """Tokens to train on."""

@@ -89,12 +89,25 @@ def training(
 
 
 def fit(model: HeadmaxConfig, config: TrainConfig, source: Source, out: Path, **options: Unpack[FitOptions]) -> HeadmaxForCausalLM:
-    """Trains a model of this configuration, or resumes from the newest checkpoint in `out`; runs on every process of torchrun.
+    """Trains a model, or resumes from the newest checkpoint in `out`. Under torchrun, call it on every process.
 
-    `tokenizer` is a folder whose tokenizer.json is copied to the run; `start` maps names to parameters that replace random ones;
-    `show` is called with the metrics of every step, on the first rank.
-    Raises `Interrupted` after a signal, with everything saved; `NoMemory` if a step does not fit; `DeviceLost` if the GPU fails;
-    `PeerLost` if another process has ended; `TrainingError` if the run cannot continue.
+    Args:
+        model: the model's configuration.
+        config: the training settings.
+        source: training samples, such as `TokenShards`.
+        out: folder of the run.
+        options: `validation`, held-out samples; `tokenizer`, a folder whose tokenizer.json is copied to the run; `start`, initial
+            parameters by name; `show`, called with the metrics of every step, on the first rank.
+
+    Returns:
+        The trained model.
+
+    Raises:
+        Interrupted: after a signal, with everything saved.
+        NoMemory: if a step does not fit into memory.
+        DeviceLost: if the GPU fails.
+        PeerLost: if another process has ended.
+        TrainingError: if the run cannot continue.
     """
     with training(model, config, source, out, **options) as trainer:
         return trainer.run()
@@ -214,7 +227,7 @@ class Trainer:
         self.checkpoints.close()
         if self.world.main:
             summarize(self.out, self.world.device)
-            logger.info("%s: finished %d steps; see summary.json", self.out, self.step)
+            logger.info("%s: finished %d steps; results in summary.json", self.out, self.step)
         return self.model
 
     def at_interval(self, every: int) -> bool:

@@ -28,9 +28,9 @@ class GLAConfig(FeatureMapConfig):
     expand_k = 0.5
 
     decay_rank: Width = 16
-    """Rank of the matrix from which log-decays are made."""
+    """Rank of the projection to log-decays."""
     decay_normalizer: Positive = 16.0
-    """What log-decays are divided by."""
+    """Divisor of the log-decays."""
 
     def build(self, hidden_size: int, num_heads: int, **options: Unpack[Shared]) -> GatedLinearAttention:
         return GatedLinearAttention(hidden_size, num_heads, self, **options)

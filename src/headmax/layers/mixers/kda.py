@@ -33,9 +33,9 @@ class KDAConfig(RecurrentConfig):
     conv_size: ConvSize = 4
     """Width of the short convolution on q, k and v; 0 for none."""
     decay_rank: Width | None = None
-    """Rank of the matrix from which log-decays are made: a head's width unless given."""
+    """Rank of the projection to log-decays; a head's width unless given."""
     gate_rank: Width | None = None
-    """Rank of the matrix of the output gate: a head's width unless given."""
+    """Rank of the projection to the output gate; a head's width unless given."""
 
     def build(self, hidden_size: int, num_heads: int, **options: Unpack[Shared]) -> KimiDeltaAttention:
         return KimiDeltaAttention(hidden_size, num_heads, self, **options)

@@ -35,13 +35,13 @@ class Mamba2Config(RecurrentConfig):
     recipe_gate = HeadGateConfig(scale="heads")
 
     num_groups: Width = 1
-    """Heads of B and C, the keys and queries; each serves as many of the model's heads."""
+    """Heads of B and C (keys and queries), each shared by an equal number of the model's heads."""
     head_k_dim: Width | None = 128
     """Width of B and C: the size of the state for each channel of a head."""
     conv_size: ConvSize = 4
     """Width of the short convolution on C, B and x; 0 for none."""
     output_norm: OutputNormKind = "joint"
-    """Norm of what is read and gated: joint over all heads, as in Mamba-2; per head; or none."""
+    """Norm of the gated output: joint over all heads, as in Mamba-2; per head; or none."""
 
     def key_heads(self, num_heads: int) -> int:
         if num_heads % self.num_groups:

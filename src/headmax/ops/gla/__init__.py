@@ -34,7 +34,23 @@ def gla(
     context_group: ProcessGroup | None = None,
     backend: str = "auto",
 ) -> tuple[Float[Tensor, "batch time heads value"], Float[Tensor, "sequences heads key value"] | None]:
-    """S_t = diag(exp(log_decay_t)) S_{t-1} + (write_gate_t k_t)^T v_t ;  o_t = scale * (read_gate_t q_t) S_t"""
+    """S_t = diag(exp(log_decay_t)) S_{t-1} + (write_gate_t k_t)^T v_t ;  o_t = scale * (read_gate_t q_t) S_t
+
+    Args:
+        log_decay: logarithm of the decay of each key channel, usually at most 0.
+        read_gate: multiplies the queries, per token and head; none unless given.
+        write_gate: multiplies the keys, per token and head; none unless given.
+        scale: of the queries; key width ** -0.5 unless given.
+        initial_state: state before the first token, one per sequence; zeros unless given.
+        return_state: also return the state after the last token.
+        cu_seqlens: boundaries of packed sequences, with batch 1: [sequences + 1] integers, or a `Packing`.
+        context_group: process group whose ranks hold consecutive segments of every sequence.
+        backend: "auto", "reference", "chunkwise", "triton" or "fla"; one that is named never falls back to another.
+
+    Returns:
+        o: outputs, in the dtype of q.
+        state: in float32 (float64 for float64 inputs), or None without `return_state`.
+    """
     packing = check_recurrence(
         "gla",
         q,

@@ -34,13 +34,22 @@ def head_gate(
     backend: str = "auto",
     tensor_group: ProcessGroup | None = None,
 ) -> Float[Tensor, "batch time heads"]:
-    """gate = scale * softmax(temperature * score, over heads), in float32 (float64 for float64 inputs).
+    """gate = scale * softmax(temperature * score, over heads)
 
-    The control without competition, kind="sigmoid": gate = (2 scale / H) * sigmoid(temperature * score), the same at score 0.
-
-    x [B,T,H,D] with weight [H,D]: score_h = <x_h, weight_h>; with weight [n*H,D], head h of x scores the n gates from n*h on.
+    x [B,T,H,D] with weight [H,D]: score_h = <x_h, weight_h>. With weight [n*H,D], head h of x scores the gates n*h to n*h + n - 1.
     x [B,T,E] with weight [H,E]: score = x @ weight.T.
-    With a `tensor_group` x and weight are of this rank's heads, as many on each rank, and the gates are over the heads of all of them.
+
+    Args:
+        x: queries or keys per head, or hidden states.
+        weight: a score vector per gate.
+        temperature: factor on the scores; larger values give sharper gates.
+        scale: sum of the gates over heads.
+        kind: "softmax", or the control without competition, "sigmoid": (2 scale / H) * sigmoid(temperature * score), the same at score 0.
+        backend: "auto", "reference" or "triton".
+        tensor_group: process group whose ranks each have an equal share of the heads; the softmax is over all of them.
+
+    Returns:
+        The gates, in float32 (float64 for float64 inputs).
     """
     if not isinstance(x, Tensor) or x.ndim not in (3, 4):
         got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__

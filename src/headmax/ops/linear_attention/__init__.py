@@ -42,7 +42,23 @@ def linear_attention(
 ) -> tuple[Float[Tensor, "batch time heads value"], Float[Tensor, "sequences heads key value"] | None]:
     """S_t = exp(log_decay_t) S_{t-1} + (write_gate_t k_t)^T v_t ;  o_t = scale * (read_gate_t q_t) S_t
 
-    v may have n times the heads of q and k: key head h then serves the n value heads from n*h on. Gates, decays and states are theirs.
+    v may have n times the heads of q and k: key head h then serves the value heads n*h to n*h + n - 1.
+    Gates, decays and states are per value head.
+
+    Args:
+        log_decay: logarithm of the decay, usually at most 0: [heads], [batch, time, heads], or None for no decay.
+        read_gate: multiplies the queries, per token and value head; none unless given.
+        write_gate: multiplies the keys, per token and value head; none unless given.
+        scale: of the queries; key width ** -0.5 unless given.
+        initial_state: state before the first token, one per sequence; zeros unless given.
+        return_state: also return the state after the last token.
+        cu_seqlens: boundaries of packed sequences, with batch 1: [sequences + 1] integers, or a `Packing`.
+        context_group: process group whose ranks hold consecutive segments of every sequence.
+        backend: "auto", "reference", "chunkwise", "triton" or "fla"; one that is named never falls back to another.
+
+    Returns:
+        o: outputs, in the dtype of q.
+        state: in float32 (float64 for float64 inputs), or None without `return_state`.
     """
     packing = check_recurrence(
         "linear_attention",
