@@ -105,7 +105,7 @@ def test_compiled_packed_attention_is_one_graph_with_the_same_gradients(name: st
 def test_packed_sequences_take_no_memory_for_pairs_of_tokens() -> None:
     mixer, time = Attention(32, 4), 8192
     x = torch.randn(1, time, 32, requires_grad=True)
-    with torch.profiler.profile(profile_memory=True) as profile:
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:  # without, PyTorch 2.11 warns
         mixer(x, packing=Packing(list(range(0, time + 1, 512)))).hidden.sum().backward()
     largest = max(event.self_cpu_memory_usage for event in profile.events())
     assert 4 * 32 * time <= largest < 4 * time * time / 16  # bytes of a projection; a sixteenth of a mask's

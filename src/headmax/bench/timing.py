@@ -54,7 +54,7 @@ def kernel_times(function: Callable[[], object], calls: int = 20) -> dict[str, t
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as trace:  # without, PyTorch 2.11 warns of further cycles
         for _ in range(calls):
             function()
         torch.cuda.synchronize()
