@@ -10,10 +10,24 @@ from torch import Tensor
 
 FeatureMap = Literal["identity", "relu", "elu", "silu", "softmax"]
 
+
+def _identity(x: Tensor) -> Tensor:
+    return x
+
+
+def _elu(x: Tensor) -> Tensor:
+    return F.elu(x) + 1
+
+
+def _softmax(x: Tensor) -> Tensor:
+    return F.softmax(x, dim=-1).to(x.dtype)  # autocast widens it on a GPU
+
+
 FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
-    "identity": lambda x: x,
+    "identity": _identity,
     "relu": F.relu,
-    "elu": lambda x: F.elu(x) + 1,
+    "elu": _elu,
     "silu": F.silu,
-    "softmax": lambda x: F.softmax(x, dim=-1).to(x.dtype),  # autocast widens it on a GPU
+    "softmax": _softmax,
 }
+"""Functions with names, so that a model can be pickled."""

@@ -30,7 +30,7 @@ from headmax.layers.rotary import RotarySettings
 from headmax.models.cache import HeadmaxCache, adopt
 from headmax.models.configuration import HeadmaxConfig
 from headmax.models.decoding import Decoder
-from headmax.models.inputs import check_arguments, find_packing, find_padding, read_inputs
+from headmax.models.inputs import check_arguments, find_packing, find_padding, read_inputs, read_labels
 from headmax.ops.packing import Packing
 
 RECOMPILATIONS = 32
@@ -202,7 +202,9 @@ class HeadmaxForCausalLM(HeadmaxPreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *_: Any, **__: Any) -> None:  # type: ignore[override]
         """What `generate` calls for a cache: a HeadmaxCache, the one kind this model has."""
         if generation_config.cache_implementation not in (None, "dynamic"):
-            raise ValueError(f"cache_implementation {generation_config.cache_implementation!r}: this model has a HeadmaxCache only")
+            raise ValueError(
+                f"cache_implementation {generation_config.cache_implementation!r}: this model has a HeadmaxCache only; leave it out"
+            )
         if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
             model_kwargs["past_key_values"] = HeadmaxCache(self.config.num_hidden_layers)
 
@@ -240,6 +242,7 @@ class HeadmaxForCausalLM(HeadmaxPreTrainedModel, GenerationMixin):
         if "seq_idx" in kwargs and position_ids is None and cu_seqlens is None:
             raise ValueError("seq_idx alone does not tell where sequences lie: pass cu_seqlens or position_ids")
         tokens = input_ids if input_ids is not None else inputs_embeds
+        labels = read_labels(labels, tokens)
         if labels is not None and self.model.context_group is not None:
             kwargs = self._piece_of_the_mean(**kwargs)
         elif labels is not None and tokens is not None:
@@ -265,9 +268,12 @@ class HeadmaxForCausalLM(HeadmaxPreTrainedModel, GenerationMixin):
             )
         hidden = output.last_hidden_state
         assert hidden is not None
+        last = getattr(self.lm_head, "weight", None)  # an adapter may have none
+        if last is not None and last.is_meta and not hidden.is_meta:  # PyTorch 2.13 multiplies by whatever lies in memory
+            raise ValueError("lm_head is on the meta device, where weights have no values: load it before you call the model")
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits: Any = None
-        loss = None
+        loss: Any = None
         plain = type(self.lm_head) is nn.Linear  # an adapter around it, such as LoRA's, must be called itself
         if skip_logits is None:
             skip_logits = self.training and labels is not None and plain
@@ -276,7 +282,7 @@ class HeadmaxForCausalLM(HeadmaxPreTrainedModel, GenerationMixin):
         if not skip_logits:
             logits = all_logits(self.lm_head, self.model.tensor_group, hidden[:, kept])
             if labels is not None:
-                loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+                loss = self._loss_of_logits(logits, labels, **kwargs)
         elif labels is not None:
             loss = self._loss(hidden, labels, kwargs.get("num_items_in_batch"), kwargs.get("shift_labels"))
         return HeadmaxCausalLMOutput(
@@ -319,6 +325,12 @@ class HeadmaxForCausalLM(HeadmaxPreTrainedModel, GenerationMixin):
             num_items_in_batch = (shift_labels != IGNORED).sum()
             dist.all_reduce(num_items_in_batch, group=self.model.context_group)
         return {"shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch, **kwargs}
+
+    def _loss_of_logits(self, logits: Tensor, labels: Tensor, **kwargs: Any) -> Tensor:
+        try:
+            return self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        except IndexError as error:
+            raise ValueError(f"labels must be {IGNORED} or 0 to {self.config.vocab_size - 1}, the vocabulary: {error}") from None
 
     def _loss(self, x: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None, shift_labels: Tensor | None) -> Tensor:
         """The mean loss of predicting each next token; Hugging Face's Trainer hands the number of them in over all its devices."""

@@ -176,6 +176,8 @@ class Attention(nn.Module):
         fused: bool = False,
     ) -> MixerOutput:
         """x [B,T,E] → MixerOutput. `mask` is 0 at padded keys, [B, seen + T], or a finished [B or 1, 1, T, seen + T]."""
+        if state is not None and not isinstance(state, AttentionState | AttentionSlots):
+            raise ValueError(f"Attention: state must be an AttentionState or AttentionSlots, got a {type(state).__name__}")
         if packing is not None and (return_state or state is not None):
             raise ValueError("Attention: packed sequences leave no state, whose keys could not be told apart: run them one by one")
         if self.context_group is not None and (return_state or state is not None or mask is not None):
