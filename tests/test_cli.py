@@ -4,8 +4,10 @@ import inspect
 import os
 import re
 import resource
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -123,6 +125,17 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
     assert "recipe" in done.stdout
 
 
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="asks the system what has been imported")
+@pytest.mark.parametrize("module", ["headmax", "headmax_cli"])
+def test_an_interruption_while_it_imports_is_no_traceback(module: str) -> None:
+    process = subprocess.Popen([sys.executable, "-m", module, "env"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while process.poll() is None and "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert (errors, process.returncode in (130, -signal.SIGINT)) == ("", True)
+
+
 def test_a_missing_extra_is_named(tmp_path: Path) -> None:
     code = "import sys; sys.modules['pyarrow'] = None; from headmax_cli import main; main(['data', 'prepare', 'a.txt', '--out', 'd'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
@@ -221,7 +234,9 @@ def test_recipes_lists_counts_and_states(called: Called) -> None:
         (["serve", "m", "--port", "http"], "serve: --port must be INT, got 'http' (see `headmax serve --help`)"),
         (["bench", "decode", "--limit", "soon"], "bench decode: --limit must be FLOAT, got 'soon'"),
         (["generate", "m", "--prompt"], "generate: --prompt needs a value (see `headmax generate --help`)"),
-        (["generate", "m", "--promt", "x"], "generate: unknown option --promt, x; did you mean --prompt?"),
+        (["generate", "m", "--promt", "x"], "generate: unknown option --promt; did you mean --prompt?"),
+        (["train", "mqar-softmax-gla", "--out", "o", "--steps", "3"], "train: unknown option --steps; did you mean --max-steps?"),
+        (["train", "mqar-softmax-gla", "--out", "o", "--lr", "3"], "train: unknown option --lr; did you mean --optim.lr?"),
         (["generate"], "generate: missing CHECKPOINT"),
         (["train", "gla-tiny", "--data", "d"], "train: missing --out FOLDER"),
         (["bench", "kernels", "--ops", "retnet"], "--ops: unknown 'retnet'; known: 'linear_attention', 'gla', 'gated_delta_rule', 'kda'"),

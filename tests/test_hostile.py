@@ -1,5 +1,6 @@
 """Inputs and outputs that no command can use: one line that names them, exit code 2, and nothing written."""
 
+import itertools
 import json
 import os
 import shutil
@@ -96,10 +97,63 @@ def test_no_task_that_is_known_leaves_nothing(model: Path, headmax: Any, tmp_pat
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("content", ["a: &a {b: *a}", "x: " + "[" * 2000])
-def test_options_nested_without_end_are_refused(content: str, headmax: Any, tmp_path: Path) -> None:
+NINE = ((before, name, ", ".join([f"*{before}"] * 9)) for before, name in itertools.pairwise("abcdefghijkl"))
+BOMB = "a: &a [x]\n" + "".join(f"{name}: &{name} [{several}]\n" for _, name, several in NINE)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("a: &a {b: *a}", "not YAML: the alias *a is not read: write its value out"),
+        (BOMB, "not YAML: the alias *a is not read: write its value out"),
+        ("x: " + "[" * 2000, "nested too deep"),
+        ("gpus: 1\ngpus: 2\n", "not YAML: gpus is there twice"),
+        ("gpus: !!python/object/apply:os.system [x]", "not YAML: could not determine a constructor"),
+    ],
+    ids=["loop", "bomb", "deep", "twice", "python"],
+)
+def test_options_that_are_none_are_refused(content: str, said: str, headmax: Any, tmp_path: Path) -> None:
     (tmp_path / "o.yaml").write_text(content)
-    refused("o.yaml: nested too deep", headmax("generate", "--config", tmp_path / "o.yaml"))
+    refused(f"o.yaml: {said}", headmax("generate", "--config", tmp_path / "o.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("written", "said"), [("1:30", "--gpus must be INT, got '1:30'"), ("2020-01-01", "--gpus must be INT, got '2020-01-01'")]
+)
+def test_options_in_a_file_are_read_as_on_the_command_line(written: str, said: str, headmax: Any, tmp_path: Path) -> None:
+    (tmp_path / "o.yaml").write_text(f"gpus: {written}\n")
+    refused(said, headmax("plan", "softmax-gla-340m", "--config", tmp_path / "o.yaml"))
+    (tmp_path / "o.yaml").write_text("gpus: 016\n")
+    expected = headmax("plan", "softmax-gla-340m", "--gpus", "16")
+    assert headmax("plan", "softmax-gla-340m", "--config", tmp_path / "o.yaml") == expected
+    assert expected[0] == 0
+
+
+def test_a_file_without_an_end_is_not_read(model: Path, run: Path, headmax: Any, tmp_path: Path) -> None:
+    refused("/dev/zero: not a regular file; give one to read", headmax("generate", model, "--file", "/dev/zero", "--device", "cpu"))
+    os.mkfifo(tmp_path / "pipe")
+    refused("pipe: not a regular file; give one to read", headmax("generate", "--config", tmp_path / "pipe"))
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "run/metrics.jsonl").unlink()
+    os.mkfifo(tmp_path / "run/metrics.jsonl")
+    with pytest.raises(ValueError, match=r"metrics\.jsonl: not a regular file; give one to read"):
+        train(tmp_path / "run", max_steps=3)
+
+
+@pytest.mark.parametrize("columns", ["1", "5", "0", "-3", "x"])
+def test_help_is_printed_whatever_the_terminal_says_its_width_is(columns: str, headmax: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    code, out, errors = headmax("plan", "--help")
+    assert (code, errors) == (0, "")
+    assert "usage: headmax plan" in out
+    assert os.environ["COLUMNS"] == columns
+
+
+@pytest.mark.parametrize("value", ["x", "-1", "", "1.5"])
+def test_what_torchrun_says_is_a_number(value: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("WORLD_SIZE", value)
+    with pytest.raises(ValueError, match=f"WORLD_SIZE in the environment must be a number, as torchrun sets it, got '{value}'"):
+        train(tmp_path / "run", max_steps=1)
 
 
 @pytest.mark.parametrize(
@@ -267,7 +321,7 @@ FLA = {"model_type": "gla", "hidden_size": 32, "num_heads": 2}
     ids=str,
 )
 def test_settings_that_no_size_can_be_computed_from(change: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"cannot map|is no model of flash-linear-attention|must be"):
+    with pytest.raises(ValueError, match=r"cannot map|is not a model of flash-linear-attention|must be"):
         config_from_fla(FLA | change)
 
 

@@ -114,7 +114,9 @@ def numbers(run: Path, steps: int) -> list[tuple[Any, ...]]:
 def contents(folder: Path) -> dict[str, Any]:
     """All of a checkpoint: parameters, the optimizer's state, random states, and where the run is in its data."""
     held = checkpoint.Reader(folder).read_metadata().state_dict_metadata
-    state = {name: torch.empty(x.size, dtype=x.properties.dtype) for name, x in held.items() if isinstance(x, TensorStorageMetadata)}
+    state: dict[str, Any] = {
+        name: torch.empty(x.size, dtype=x.properties.dtype) for name, x in held.items() if isinstance(x, TensorStorageMetadata)
+    }
     state |= dict.fromkeys(held.keys() - state.keys())
     checkpoint.load(folder, state, single_process=True)
     return state | {"progress": checkpoint.read_progress(folder)}

@@ -1,5 +1,6 @@
 """headmax: Softmax Linear Attention. A softmax over heads that lets the heads of a linear-attention layer compete."""
 
+import headmax.early  # noqa: F401 - before PyTorch
 from headmax import recipes
 from headmax.layers import HeadGateConfig
 from headmax.layers.mixers.outside import import_outside_mixers

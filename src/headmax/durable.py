@@ -213,9 +213,11 @@ def file_name(name: Any, where: object) -> str:
     return name
 
 
-def read_text(path: Path) -> str:
-    """The text of a file in UTF-8; errors are one line."""
+def read_text(path: Path, pipe: bool = False) -> str:
+    """The text of a file in UTF-8, or of a `pipe`; errors are one line. Anything else, such as a device, may have no end."""
     try:
+        if path.exists() and not (path.is_file() or path.is_dir() or (pipe and path.is_fifo())):
+            raise ValueError(f"{path}: not a regular file; give one to read")
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(

@@ -86,6 +86,25 @@ def damaged(content: bytes) -> bytes:
 LINES = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in TEXTS)
 
 
+def test_one_file_under_two_names_is_refused(tmp_path: Path) -> None:
+    """Its documents would be among those to train on and those to validate on."""
+    (tmp_path / "folder").mkdir()
+    write(tmp_path / "folder/a.jsonl", TEXTS)
+    (tmp_path / "folder/b.jsonl").hardlink_to(tmp_path / "folder/a.jsonl")
+    (tmp_path / "c.jsonl").symlink_to(tmp_path / "folder/a.jsonl")
+    one = str(tmp_path / "folder/a.jsonl")
+    for names in ([one, one], [one, str(tmp_path / "c.jsonl")], [str(tmp_path / "folder")]):
+        with pytest.raises(ValueError, match=r"the same file as .*a\.jsonl; give it once"):
+            find(names, Options())
+
+
+def test_what_leads_nowhere_is_not_left_out(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", TEXTS)
+    (tmp_path / "b.jsonl").symlink_to(tmp_path / "not mounted")
+    with pytest.raises(ValueError, match=r"b\.jsonl: not a regular file, or a link that leads to none"):
+        find([str(tmp_path)], Options())
+
+
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [

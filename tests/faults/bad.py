@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +33,7 @@ class Bad:
     must: bool = True
     """Whether there is nothing to do but to refuse; a number changed in a file may happen to be as good as the one before."""
     stdin: bytes = b""
+    environment: tuple[tuple[str, str], ...] = ()
 
 
 def drawn(strategy: st.SearchStrategy[Any], count: int, seed: int) -> list[Any]:
@@ -261,6 +264,15 @@ def gone(path: str) -> Damage:
     return lambda folder: (folder / path).unlink()
 
 
+def a_pipe(path: str) -> Damage:
+    """That nobody writes to."""
+    return lambda folder: ((folder / path).unlink(), os.mkfifo(folder / path))
+
+
+def a_link(path: str, target: str) -> Damage:
+    return lambda folder: ((folder / path).unlink(), (folder / path).symlink_to(target))
+
+
 def a_folder(path: str) -> Damage:
     return lambda folder: ((folder / path).unlink(), (folder / path).mkdir())
 
@@ -380,6 +392,40 @@ def damaged(seed: int, each: int) -> Iterator[Bad]:
         elif path.endswith((".tokens", "safetensors", "prefix")) and command not in STARTS_A_SERVER:
             for share, bit in drawn(st.tuples(st.floats(0, 0.999), st.integers(0, 7)), each, seed + number):
                 yield Bad(command, f"{path} bit {bit} at {share:.3f}", words, flipped(path, share, bit), must=command == "data check")
+
+
+def without_end() -> Iterator[Bad]:
+    """Every file that a command reads: a pipe, a device, a link to nowhere, a link to itself."""
+    for command, path, words in READERS:
+        kinds = {"a pipe": a_pipe(path), "a device": a_link(path, "/dev/zero"), "a link to nowhere": a_link(path, "nowhere")}
+        kinds["a link to itself"] = a_link(path, Path(path).name)
+        certain = not path.startswith(MENDED) and not (command == "train" and path.startswith("run/"))
+        certain = certain and path not in ("model/tokenizer.json", "speaker/tokenizer_config.json", "speaker/chat_template.jinja")
+        for about, damage in kinds.items():
+            yield Bad(command, f"{path} {about}", words, damage, certain)
+
+
+NINE = [(name, ", ".join([f"*{before}"] * 9)) for before, name in itertools.pairwise("abcdefghijkl")]
+OPTIONS = {
+    "aliases": "a: &a [x]\n" + "".join(f"{name}: &{name} [{several}]\n" for name, several in NINE),
+    "an option twice": "debug: true\ndebug: false\n",
+    "an object": "seed: !!python/object/apply:os.getpid []\n",
+}
+ODD_WORLDS = ({"WORLD_SIZE": "x"}, {"WORLD_SIZE": "-1"}, {"WORLD_SIZE": "2"}, {"WORLD_SIZE": "9" * 30, "RANK": "0"})
+
+
+def surroundings() -> Iterator[Bad]:
+    """Files of options that are none; narrow terminals; environments that no torchrun made."""
+    for command, words in CALLS.items():
+        for about, text in OPTIONS.items():
+            yield Bad(command, f"options with {about}", (*words, "--config", "options.yaml"), overwritten("options.yaml", text.encode()))
+        for columns in ("1", "x"):
+            yield Bad(command, f"unknown option, {columns} columns", (*words, "--no-such"), environment=(("COLUMNS", columns),))
+    for world in ODD_WORLDS:
+        yield Bad("train", f"environment {world}", CALLS["train"], environment=tuple(world.items()))
+    for name in ("texts/a.jsonl", "texts/../texts/a.jsonl"):
+        twice = ("data", "prepare", "texts/a.jsonl", name, *PREPARE[3:], "--out", "out")
+        yield Bad("data prepare", f"texts/a.jsonl and {name}", twice)
 
 
 SAID = {"role": "user", "content": "a"}
@@ -516,4 +562,4 @@ def composed() -> Iterator[Bad]:
 
 
 def all_of(seed: int, each: int) -> list[Bad]:
-    return [*options(seed, each), *places(), *damaged(seed, each), *conversations(), *composed()]
+    return [*options(seed, each), *places(), *damaged(seed, each), *conversations(), *composed(), *without_end(), *surroundings()]

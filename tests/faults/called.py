@@ -14,10 +14,11 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -103,7 +104,15 @@ class Called:
         return self.code not in (None, 0, 1, 2, -9) or "Traceback" in self.errors or "internal error" in self.errors
 
 
-def _child(words: Sequence[str], folder: str, stdin: bytes, disturbance: Disturbance, out: Connection, errors: Connection) -> None:
+def _child(
+    words: Sequence[str],
+    folder: str,
+    stdin: bytes,
+    environment: Mapping[str, str],
+    disturbance: Disturbance,
+    out: Connection,
+    errors: Connection,
+) -> None:
     os.dup2(out.fileno(), 1)
     os.dup2(errors.fileno(), 2)
     os.chdir(folder)
@@ -112,7 +121,7 @@ def _child(words: Sequence[str], folder: str, stdin: bytes, disturbance: Disturb
     os.close(write)
     os.dup2(read, 0)
     sys.stdin = open(0, encoding="utf-8", errors="surrogateescape")  # noqa: SIM115
-    os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "COLUMNS": "110"}
+    os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "COLUMNS": "110", **environment}
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     torch.set_num_threads(1)
     disturbance.apply()
@@ -122,10 +131,17 @@ def _child(words: Sequence[str], folder: str, stdin: bytes, disturbance: Disturb
 class Process:
     """`headmax` under way in a folder."""
 
-    def __init__(self, folder: Path, *words: object, stdin: bytes = b"", disturbance: Disturbance = Disturbance()) -> None:  # noqa: B008
+    def __init__(
+        self,
+        folder: Path,
+        *words: object,
+        stdin: bytes = b"",
+        environment: Mapping[str, str] = MappingProxyType({}),
+        disturbance: Disturbance = Disturbance(),  # noqa: B008
+    ) -> None:
         self.words, self.began = tuple(map(str, words)), time.monotonic()
         self.pipes, theirs = zip(*(CONTEXT.Pipe(duplex=False) for _ in range(2)), strict=True)
-        self.process = CONTEXT.Process(target=_child, args=(self.words, str(folder), stdin, disturbance, *theirs))
+        self.process = CONTEXT.Process(target=_child, args=(self.words, str(folder), stdin, dict(environment), disturbance, *theirs))
         with LOCK:
             self.process.start()
         for pipe in theirs:
@@ -158,5 +174,5 @@ class Process:
         return content.decode(errors="replace")
 
 
-def headmax(folder: Path, *words: object, stdin: bytes = b"", disturbance: Disturbance = Disturbance()) -> Called:  # noqa: B008
-    return Process(folder, *words, stdin=stdin, disturbance=disturbance).end()
+def headmax(folder: Path, *words: object, **options: Any) -> Called:
+    return Process(folder, *words, **options).end()

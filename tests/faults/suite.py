@@ -39,7 +39,7 @@ def judge(case: bad.Bad, folder: Path) -> Outcome:
     if case.damage is not None:
         case.damage(folder)
     before = place.contents(folder)
-    done = headmax(folder, *case.words, stdin=case.stdin)
+    done = headmax(folder, *case.words, stdin=case.stdin, environment=dict(case.environment))
     after = place.contents(folder)
     changed = [name for name in before if after.get(name) != before[name]]
     if done.code is None:

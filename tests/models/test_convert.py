@@ -82,7 +82,7 @@ def test_what_has_no_counterpart_is_refused_by_name() -> None:
         ValueError, match=r"cannot map magic \(unknown\); clamp_min=-1\.0 \(only None\); num_kv_heads=2 \(only num_heads 4\)"
     ):
         config_from_fla({"model_type": "gla", **SMALL, "clamp_min": -1.0, "num_kv_heads": 2, "magic": 1})
-    with pytest.raises(ValueError, match="model_type 'rwkv7' is no model of flash-linear-attention that headmax has"):
+    with pytest.raises(ValueError, match="model_type 'rwkv7' is not a model of flash-linear-attention that headmax has"):
         config_from_fla({"model_type": "rwkv7", **SMALL})
     gated = HeadmaxConfig(mixer="gla", **SMALL, head_gate=HeadGateConfig(), output_norm="joint")
     with pytest.raises(ValueError, match=r"head_gate \(flash-linear-attention has no head gates\); output_norm='joint' \(only 'head'\)"):

@@ -30,7 +30,7 @@ def call(name: str, **changes: object) -> None:
         ({"k": torch.randn(2, 6, 2, 5)}, r"k must be \[batch, time, heads, key\] = \[2, 6, 2, 4\], got \[2, 6, 2, 5\]"),
         ({"v": torch.randn(2, 6, 3, 3)}, r"v must (be|have).* got"),
         ({"v": torch.randn(2, 5, 2, 3)}, r"v must be \[batch, time, heads, value\] = \[2, 6, 2, 3\], got \[2, 5, 2, 3\]"),
-        ({"q": torch.ones(2, 6, 2, 4, dtype=torch.int64)}, r"q must have a floating dtype, got torch.int64"),
+        ({"q": torch.ones(2, 6, 2, 4, dtype=torch.int64)}, r"q must be float64, float32, float16 or bfloat16, got torch.int64"),
         ({"v": torch.randn(2, 6, 2, 3).bfloat16()}, r"v must share q's dtype torch.float32, got torch.bfloat16"),
         ({"read_gate": torch.rand(2, 6, 4)}, r"read_gate must be \[batch, time, heads\] = \[2, 6, 2\], got \[2, 6, 4\]"),
         ({"write_gate": torch.rand(2, 6)}, r"write_gate must be \[batch, time, heads\] = \[2, 6, 2\], got \[2, 6\]"),
@@ -38,7 +38,7 @@ def call(name: str, **changes: object) -> None:
         ({"log_decay": torch.rand(2, 6, 5)}, r"log_decay must be \[batch, time, heads(, key)?\]"),
         ({"cu_seqlens": torch.tensor([0, 6])}, r"cu_seqlens packs sequences into batch 1, got batch 2"),
         ({"backend": "chunkwize"}, r"unknown backend 'chunkwize'; did you mean 'chunkwise'"),
-        ({"q": torch.randn(2, 6, 2, 4, device="meta")}, r"must be on q's device meta"),
+        ({"q": torch.randn(2, 6, 2, 4, device="meta")}, r"must be on meta, as the other inputs are, got cpu"),
         ({"q": torch.randn(2, 6, 0, 4)}, r"must have no empty axis"),
     ],
 )
@@ -114,7 +114,7 @@ def test_an_explicit_backend_never_falls_back(monkeypatch: pytest.MonkeyPatch) -
         (torch.randn(2, 3, 4, 8), torch.randn(8), r"weight must be \[heads, dim\], got \[8\]"),
         (torch.randn(2, 3, 4, 8), torch.randn(4, 7), r"weight must be \[heads, dim\] = \[4, 8\], got \[4, 7\]"),
         (torch.randn(2, 3, 4, 8), torch.randn(6, 8), "weight must have a multiple of x's 4 heads, got 6"),
-        (torch.ones(2, 3, 4, 8, dtype=torch.int32), torch.randn(4, 8), "x must have a floating dtype, got torch.int32"),
+        (torch.ones(2, 3, 4, 8, dtype=torch.int32), torch.randn(4, 8), "x must be float64, float32, float16 or bfloat16, got torch.int32"),
     ],
 )
 def test_head_gate_names_the_argument(x: torch.Tensor, weight: torch.Tensor, message: str) -> None:

@@ -154,6 +154,12 @@ def test_graphs_where_they_can_be(changes: dict[str, Any], kind: str, size: int,
     assert graphed(train_config(**changes), World(0, size, torch.device(kind), None)) == wanted
 
 
+@pytest.mark.parametrize(("kind", "size", "said"), [("cuda", 2, "2 processes"), ("cpu", 1, "device cpu")])
+def test_graphs_that_were_asked_for_and_cannot_be_are_refused(kind: str, size: int, said: str) -> None:
+    with pytest.raises(ValueError, match=f"compute.cuda_graph does not go with {said}: leave it out"):
+        graphed(train_config(compute_cuda_graph=True), World(0, size, torch.device(kind), None))
+
+
 def test_a_trainer_ends_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And with it the optimizer and all graphs, though nobody collects garbage."""
     begin, seen = Trainer.__init__, list[weakref.ref[Trainer]]()

@@ -17,6 +17,26 @@ from headmax.cli.options import COMMA_SEPARATED
 Function = Callable[..., None]
 
 
+class Plain(yaml.SafeLoader):
+    """Each option once, and numbers as they are written: YAML 1.1 takes 010 for 8 and 1:30 for 90. No aliases: they can multiply."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] not in ("int", "float", "timestamp")]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError(f"the alias *{self.peek_event().anchor} is not read: write its value out")
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [name.value for name, _ in node.value]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise yaml.YAMLError(f"{twice} is there twice")
+        return super().construct_mapping(node, deep)
+
+
 def config_file(arguments: list[str]) -> Path | None:
     """The file that `--config` names."""
     if "--config" not in arguments:
@@ -43,7 +63,7 @@ def expand(function: Function, arguments: list[str]) -> list[str]:
 def read_config(path: Path) -> dict[str, Any]:
     """A YAML mapping, nested ones flattened: {"optim": {"lr": 1}} is {"optim.lr": 1}."""
     try:
-        content = yaml.safe_load(durable.read_text(path))
+        content = yaml.load(durable.read_text(path), Plain)
         if not isinstance(content, dict):
             raise ValueError(f"--config {path}: must be a mapping of options to values, got {type(content).__name__}")
         return dict(flatten(content))

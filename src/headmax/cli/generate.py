@@ -65,7 +65,7 @@ def generate(
 
     if prompt is not None and file is not None:
         raise ValueError("give --prompt or --file, not both")
-    text = durable.read_text(file) if file is not None else prompt
+    text = durable.read_text(file, pipe=True) if file is not None else prompt
     if save_prefix is not None and text is None:
         raise ValueError("--save-prefix needs --prompt or --file")
     if save_prefix is not None:

@@ -41,7 +41,7 @@ def inspect(
     at_least(1, max_tokens=max_tokens)
     place = find_device(device)
     report.check_place(out, file)
-    text = durable.read_text(file) if file is not None else prompt or ""
+    text = durable.read_text(file, pipe=True) if file is not None else prompt or ""
     models = [checkpoint] if compare is None else [checkpoint, compare]
     names = [Path(model).resolve().name for model in models]
     if len(set(names)) < len(names):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import importlib
 import inspect
 import io
 import logging
+import os
 import re
+import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tyro
@@ -18,6 +21,8 @@ import tyro
 from headmax.cli.config_file import dump_config, expand
 from headmax_cli.commands import COMMANDS, FAMILIES, HEADMAX, Command, Program
 
+NARROWEST = 20
+"""Columns of a terminal that help is wrapped for."""
 Function = Callable[..., None]
 EXTRAS = {
     **dict.fromkeys(("datasets", "mistral_common", "pyarrow", "sentencepiece", "zstandard"), "train"),
@@ -70,7 +75,7 @@ def parse(function: Function, name: str, arguments: list[str], program: Program 
     keep = functools.wraps(function)(lambda *args, **kwargs: (args, kwargs))
     said = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(said), wide_enough():
             args, kwargs = tyro.cli(keep, prog=f"{program.name} {name}", args=arguments, config=(tyro.conf.DisallowNone,))
     except SystemExit as end:
         if end.code:
@@ -79,11 +84,24 @@ def parse(function: Function, name: str, arguments: list[str], program: Program 
     return dict(zip(inspect.signature(function).parameters, args, strict=False)) | kwargs
 
 
+@contextlib.contextmanager
+def wide_enough() -> Iterator[None]:
+    """tyro 1.0 wraps its help for ever where lines have less than six columns."""
+    given = os.environ.get("COLUMNS")
+    if shutil.get_terminal_size().columns < NARROWEST:
+        os.environ["COLUMNS"] = str(NARROWEST)
+    try:
+        yield
+    finally:
+        os.environ.pop("COLUMNS", None)
+        os.environ |= {} if given is None else {"COLUMNS": given}
+
+
 def one_line(box: str) -> str:
     """What tyro says in a box, without the box, its title and its pointer to the help."""
     lines = [line.strip(" │╭╮╰╯") for line in box.splitlines()[1:]]  # without UTF-8 only the rules are drawn, as hyphens
     parts = [" ".join(part.split()) for part in re.split(r"^[─-]{3,}$", "\n".join(lines), flags=re.MULTILINE)]
-    message, *more = filter(None, parts)
+    message = next(filter(None, parts))
     message = re.sub(
         r"^Error parsing (\S+): no type matching (\S+) could be instantiated from \['(.*?)'\]\..*", r"\1 must be \2, got '\3'", message
     )
@@ -92,9 +110,15 @@ def one_line(box: str) -> str:
     message = re.sub(r"^Missing value for argument '(-\S+)'.*", r"\1 needs a value", message)
     message = re.sub(r"^Missing from [\w .-]+: (\S+( [A-Z]+)?).*", r"missing \1", message)
     message = re.sub(r"^Missing value for argument '(\w+)'.*", lambda found: f"missing {found[1].upper()}", message)
-    message = message.removeprefix("Error parsing ").replace("Unrecognized options: ", "unknown option ")
-    similar = next((part.removeprefix("Perhaps you meant: ").split()[0] for part in more if part.startswith("Perhaps you meant")), None)
-    return f"{message}; did you mean {similar}?" if similar else message.rstrip(".")
+    message = message.removeprefix("Error parsing ").rstrip(".")
+    if not message.startswith("Unrecognized options: "):
+        return message
+    words = message.removeprefix("Unrecognized options: ").split(", ")
+    unknown = next((word.partition("=")[0] for word in words if word.startswith("-")), words[0])
+    kind = "option" if unknown.startswith("-") else "argument"
+    listed = re.findall(r"^(--[\w.-]+)", "\n".join(lines).partition("Perhaps you meant:")[2], flags=re.MULTILINE)
+    similar = difflib.get_close_matches(unknown, listed, n=1, cutoff=0)
+    return f"unknown {kind} {unknown}; did you mean {similar[0]}?" if similar else f"unknown {kind} {unknown}"
 
 
 def completion(shell: str = "") -> int:

@@ -290,7 +290,9 @@ def find(names: Sequence[str], options: Options) -> list[Input]:
     for name in names:
         path = Path(name)
         if path.is_dir():
-            files = sorted(file for file in path.rglob("*") if file.is_file() and _kind(file) in KINDS)
+            files = sorted(file for file in path.rglob("*") if _kind(file) in KINDS and not file.is_dir())
+            if strange := [file for file in files if not file.is_file()]:
+                raise ValueError(f"{strange[0]}: not a regular file, or a link that leads to none: mend it or take it out of the folder")
             if not files:
                 raise ValueError(f"{name}: no {', '.join(KINDS)} in this folder, nor any compressed as {', '.join(COMPRESSED)}")
             inputs += [FileInput(file, file.relative_to(path).as_posix(), options) for file in files]
@@ -304,7 +306,18 @@ def find(names: Sequence[str], options: Options) -> list[Input]:
             inputs.append(HubInput(name.removeprefix("hf:"), options))
         else:
             raise FileNotFoundError(f"{name}: no such file or folder (a dataset of the hub is hf:owner/name)")
+    refuse_twice(inputs)
     return inputs
+
+
+def refuse_twice(inputs: Sequence[Input]) -> None:
+    """ValueError if one file is there under two names: documents to validate on would be among those to train on."""
+    known: dict[tuple[int, int], FileInput] = {}
+    for source in inputs:
+        if isinstance(source, FileInput):
+            status = source.path.stat()
+            if (first := known.setdefault((status.st_dev, status.st_ino), source)) is not source:
+                raise ValueError(f"{source.path}: the same file as {first.path}; give it once")
 
 
 def _kind(path: Path) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -34,6 +34,27 @@ class Request:
     """Tokens that end the text; the completion includes the one that did."""
     stop_strings: Sequence[str] = ()
     """Strings that end the text, which does not include them. They need a tokenizer."""
+
+    def check(self, vocabulary: int) -> None:
+        """ValueError names the first field of another type, or out of range."""
+        if type(self.max_new_tokens) is not int or self.max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens must be an integer that is not negative, got {self.max_new_tokens!r}")
+        if not isinstance(self.sampling, Sampling):
+            raise ValueError(f"sampling must be a Sampling, got {self.sampling!r}")
+        if not isinstance(self.prefix, PrefixState | None):
+            raise ValueError(f"prefix must be a PrefixState, such as Engine.prefill gives, or None, got {self.prefix!r:.80}")
+        for name, kind, those in (("stop_tokens", SupportsIndex, "token ids"), ("stop_strings", str, "strings")):
+            given = getattr(self, name)
+            if isinstance(given, str) or not isinstance(given, Collection) or not all(isinstance(one, kind) for one in given):
+                raise ValueError(f"{name} must be a list of {those}, got {given!r}")
+        for token in self.stop_tokens:
+            if not 0 <= token < vocabulary:
+                raise ValueError(f"stop_tokens has {token}, which is not in the vocabulary of {vocabulary} tokens")
+        if "" in self.stop_strings:
+            raise ValueError("stop_strings has an empty string, which would end every text at once")
+
+
+STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass
@@ -80,19 +101,22 @@ class Engine:
         """
         if not isinstance(model, HeadmaxForCausalLM):
             raise ValueError(f"model must be a HeadmaxForCausalLM, got {type(model).__name__}")
-        if max_batch < 1 or prefill_chunk < 1:
-            raise ValueError(f"max_batch and prefill_chunk must be at least 1, got {max_batch} and {prefill_chunk}")
-        if not state_dtype.is_floating_point:
-            raise ValueError(f"state_dtype must be a floating dtype, got {state_dtype}")
-        if max_length is not None and max_length < 1:
-            raise ValueError(f"max_length must be at least 1 or None, got {max_length}")
+        counts = {"max_batch": max_batch, "prefill_chunk": prefill_chunk}
+        for name, number in (counts if max_length is None else counts | {"max_length": max_length}).items():
+            if type(number) is not int or number < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, got {number!r}")
+        if state_dtype not in STATE_DTYPES:
+            raise ValueError(f"state_dtype must be one of {', '.join(map(str, STATE_DTYPES))}, got {state_dtype!r}")
+        if any(x.is_meta for x in model.parameters()):
+            raise ValueError("model has weights on the meta device, where they have no values: load them first")
         if any(model.model.uses_attention) and max_length is None:
             raise ValueError("max_length must be given: the model has attention layers, whose keys and values grow with every token")
         self.model, self.tokenizer = model.eval(), tokenizer
         self.max_batch, self.prefill_chunk, self.max_length = max_batch, prefill_chunk, max_length
         self.origin = Fingerprint(model)
         self.turn = Turn()
-        self.step = Step(model, max_batch, state_dtype, max_length)
+        with torch.inference_mode(False):  # its memory is written to in any mode
+            self.step = Step(model, max_batch, state_dtype, max_length)
 
     @property
     def fingerprint(self) -> str:
@@ -151,21 +175,11 @@ class Engine:
 
     def _check(self, requests: Sequence[Request]) -> None:
         if not 1 <= len(requests) <= self.max_batch:
-            raise ValueError(f"{len(requests)} requests, the engine takes 1 to max_batch = {self.max_batch} at a time")
-        vocabulary = self.model.config.vocab_size
+            raise ValueError(f"requests must be 1 to max_batch = {self.max_batch} at a time, got {len(requests)}")
         for request in requests:
-            for name in ("stop_tokens", "stop_strings"):
-                if isinstance(getattr(request, name), int | str):
-                    raise ValueError(f"{name} must be a list, got {getattr(request, name)!r}")
-            if request.max_new_tokens < 0:
-                raise ValueError(f"max_new_tokens must not be negative, got {request.max_new_tokens}")
-            for token in request.stop_tokens:
-                if not 0 <= token < vocabulary:
-                    raise ValueError(f"stop_tokens has {token}, which is not in the vocabulary of {vocabulary} tokens")
+            request.check(self.model.config.vocab_size)
             if request.stop_strings and self.tokenizer is None:
                 raise ValueError("stop_strings need a tokenizer: Engine(..., tokenizer=...)")
-            if "" in request.stop_strings:
-                raise ValueError("stop_strings has an empty string, which would end every text at once")
 
     def _rows(self, count: int) -> int:
         """The batch size that runs so many requests: the next power of two, if there is room for it."""
@@ -174,15 +188,20 @@ class Engine:
     def _load(self, prefixes: Sequence[PrefixState], new_tokens: Sequence[int]) -> None:
         for prefix, new in zip(prefixes, new_tokens, strict=True):
             if self.max_length is not None and len(prefix) + new > self.max_length:
-                raise ValueError(f"{len(prefix)} tokens and {new} more exceed max_length = {self.max_length}")
+                raise ValueError(f"{len(prefix)} tokens and {new} more exceed the engine's max_length = {self.max_length}: ask for fewer")
         self.step.load(prefixes)
 
     @torch.no_grad()
     def forced(self, prefixes: Sequence[PrefixState], tokens: Tensor) -> Iterator[Tensor]:
         """Logits [batch, vocabulary] after each given token [batch, time], one decoding step each; a view that the next step overwrites."""
+        if not isinstance(tokens, Tensor) or tokens.ndim != 2 or tokens.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"tokens must be an integer tensor [batch, time], got {tokens!r:.80}")
         batch, time = tokens.shape
-        if batch != len(prefixes) or batch > self.max_batch:
-            raise ValueError(f"tokens have {batch} rows for {len(prefixes)} prefixes, max_batch is {self.max_batch}")
+        if not 1 <= batch == len(prefixes) <= self.max_batch:
+            rows = f"1 to max_batch = {self.max_batch} rows, one for each of the {len(prefixes)} prefixes"
+            raise ValueError(f"tokens must have {rows}, got {batch}")
+        if time and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.model.config.vocab_size:
+            raise ValueError(f"tokens must be from 0 to {self.model.config.vocab_size - 1}, got {int(tokens.min())} to {int(tokens.max())}")
         with self.turn.exclusive():
             advance = self.step.prepare(self._rows(batch), None)
             self._load(prefixes, [time] * batch)
@@ -205,6 +224,8 @@ class Engine:
             A completion for each request, in order.
         """
         requests = [requests] if isinstance(requests, Request) else list(requests)
+        if strange := [request for request in requests if not isinstance(request, Request)]:
+            raise ValueError(f"requests must be Request objects, such as Request('Once'), got {strange[0]!r:.80}")
         self._check(requests)
         with self.turn.exclusive():
             return self._generate(requests, on_token, logprobs)

@@ -58,6 +58,10 @@ class Fingerprint:
     def __str__(self) -> str:
         return self.text
 
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        """Copies and pickles of a prefix carry the text, not the model."""
+        return str, (str(self),)
+
 
 def check_place(path: Path) -> None:
     """Raises where a prefix cannot be saved: in a folder's place, or in that of a file that is none."""

@@ -41,6 +41,9 @@ class Sampling:
     """Subtracted from a token's logit once for each time it has been generated."""
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+            if not isinstance(getattr(self, name), int | float):
+                raise ValueError(f"{name} must be a number, got {getattr(self, name)!r}")
         if not 0 <= self.temperature <= MAX_TEMPERATURE:
             raise ValueError(f"temperature must be 0 (greedy) or positive, at most {MAX_TEMPERATURE:g}, got {self.temperature}")
         if self.top_k is not None and not (isinstance(self.top_k, int) and self.top_k >= 1):

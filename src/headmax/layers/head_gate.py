@@ -110,7 +110,8 @@ class HeadGate(Initialized):
         super().__init__()
         if source == "hidden_heads" and hidden_size % num_heads:
             raise ValueError(
-                f"head_gate: source 'hidden_heads' splits hidden_size {hidden_size} over {num_heads} heads, which does not divide"
+                f"HeadGateConfig: source 'hidden_heads' needs a hidden_size that num_heads {num_heads} divides, got {hidden_size}: "
+                "take source 'head' or 'hidden'"
             )
         self.num_heads, self.read, self.write = num_heads, read, write
         self.source, self.kind, self.scale, self.temperature, self.init_std = source, kind, scale, temperature, init_std

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headmax.ops.checks import compute_dtype
-from headmax.ops.registry import Lazy, dispatch, register
+from headmax.ops.registry import Lazy, dispatch, register, transformed
 
 
 class _LogSigmoid(torch.autograd.Function):
@@ -28,8 +28,14 @@ class _LogSigmoid(torch.autograd.Function):
         return (d_y * torch.expm1(ctx.normalizer * y) / -ctx.normalizer).to(ctx.dtype), None
 
 
+def _log_sigmoid(x: Tensor, normalizer: float) -> Tensor:
+    if transformed():
+        return F.logsigmoid(x.to(compute_dtype(x.dtype))) / normalizer
+    return _LogSigmoid.apply(x, normalizer)
+
+
 _kernel = Lazy("headmax.ops.kernels.decay", "log_sigmoid", needs="triton", interpreted=True)
-register("log_sigmoid", {"reference": _LogSigmoid.apply, "triton": _kernel})
+register("log_sigmoid", {"reference": _log_sigmoid, "triton": _kernel})
 
 
 def log_sigmoid(x: Tensor, normalizer: float, backend: str = "auto") -> Tensor:

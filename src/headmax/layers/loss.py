@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from headmax.ops.checks import check_shape, compute_dtype
+from headmax.ops.library import once_differentiable
 from headmax.ops.registry import Lazy, dispatch, no_autocast, register
 
 LOGITS_AT_ONCE = 2**28
@@ -94,12 +94,13 @@ def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     ctx.mark_non_differentiable(*output[1:])
 
 
-def _gradient(ctx, d_loss, *_):  # type: ignore[no-untyped-def]
+@once_differentiable
+def loss_gradient(ctx, d_loss, *_):  # type: ignore[no-untyped-def]
     gradients = (dtype and (d * d_loss).to(dtype) for d, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True))
     return *gradients, None, None, None, None
 
 
-_forward.register_autograd(_gradient, setup_context=_save)
+_forward.register_autograd(loss_gradient, setup_context=_save)
 
 
 def _rows_over_ranks(logits: Tensor, labels: Tensor, group: ProcessGroup) -> Tensor:
@@ -132,9 +133,8 @@ class OverRanks(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
-        return _gradient(ctx, d_loss)[:4]
+        return loss_gradient(ctx, d_loss)[:4]
 
 
 def linear_cross_entropy(

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from headmax.ops.library import define_op
+from headmax.ops.library import define_op, once_differentiable
 from headmax.ops.packing import Packing
 
 BLOCK = 256

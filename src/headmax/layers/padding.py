@@ -12,7 +12,9 @@ class Padding:
     """The places of the tokens in a padded batch [batch, time], wherever the padding is, and their packing into one row."""
 
     def __init__(self, mask: Tensor) -> None:
-        """`mask` [batch, time] is 0 where there is no token. It is read on the host."""
+        """`mask` [batch, time] is 1 where there is a token, 0 where there is none. It is read on the host."""
+        if not ((mask == 0) | (mask == 1)).all():  # such as one that is added to scores, where 0 is a token
+            raise ValueError(f"attention_mask must be 1 where there is a token and 0 where there is none, got {mask.unique()[:4].tolist()}")
         mask = mask.bool()
         self.shape = tuple(mask.shape)
         self.places = mask.flatten().nonzero().flatten()
@@ -37,7 +39,9 @@ class Padding:
     @classmethod
     def of(cls, mask: Tensor | None) -> Padding | None:
         """None where nothing is padded."""
-        return None if mask is None or bool(mask.all()) else cls(mask)
+        if mask is not None and mask.is_meta:
+            raise ValueError("attention_mask must have values to read, got one on the meta device: leave it out where nothing is padded")
+        return None if mask is None or bool((mask == 1).all()) else cls(mask)
 
     def remove(self, x: Tensor) -> Tensor:
         """[batch, time, ...] → [1, tokens, ...]"""

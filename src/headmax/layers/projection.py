@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from headmax.ops.library import define_op
+from headmax.ops.library import define_op, once_differentiable
 from headmax.ops.registry import autocast_dtype
 
 ALIGNMENT = 8

@@ -102,7 +102,9 @@ def last_inputs(x: Tensor, width: int, state: Tensor | None, packing: Packing | 
 def inputs_before(x: Tensor, width: int, packing: Packing | None, group: ProcessGroup) -> Tensor:
     """The state before a rank's piece x [B,T,D] of every sequence: the last W - 1 inputs of the previous rank."""
     if x.shape[1] < width - 1:
-        raise ValueError(f"conv_size: a piece of a sequence has at least {width - 1} tokens, the inputs before the next, got {x.shape[1]}")
+        raise ValueError(
+            f"conv_size {width}: a piece of a sequence must have at least {width - 1} tokens, the inputs before the next, got {x.shape[1]}"
+        )
     before = from_previous(x[:, 1 - width :], group)
     if packing is None:
         return before
@@ -118,7 +120,7 @@ class ShortConvolution(Initialized):
     def __init__(self, channels: int, width: int, bias: bool = False) -> None:
         super().__init__()
         if width < 2:
-            raise ValueError(f"conv_size: a short convolution spans at least 2 tokens, got {width}")
+            raise ValueError(f"conv_size must be at least 2, the tokens that a short convolution spans, got {width}")
         self.width = width
         self.weight = nn.Parameter(torch.empty(channels, width))
         self.bias = nn.Parameter(torch.empty(channels)) if bias else None

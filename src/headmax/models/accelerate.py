@@ -144,6 +144,11 @@ def install(model: nn.Module, found: Iterable[Forward]) -> None:
             owner.register_forward_pre_hook(mark_packed_sequences, with_kwargs=True)
 
 
+def check_module(function: str, model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{function}: model must be a torch.nn.Module, such as from_pretrained gives, got {model!r:.80}")
+
+
 def accelerate(model: nn.Module) -> nn.Module:
     """Runs the linear-attention layers of a transformers model on headmax's ops, in place.
 
@@ -156,6 +161,7 @@ def accelerate(model: nn.Module) -> nn.Module:
     Returns:
         The same model.
     """
+    check_module("accelerate", model)
     found = [forward for _, forward in forwards(model)]
     if not found:
         raise ValueError(f"accelerate: {type(model).__name__} has no layer that headmax knows: {', '.join(LAYERS)}")

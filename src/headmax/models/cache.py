@@ -159,6 +159,8 @@ def _is_empty(layer: Any) -> bool:
 
 def adopt(cache: Cache, num_layers: int) -> None:
     """Makes sure that a cache holds states of such a model; an empty DynamicCache, as others pass around, is given headmax's layers."""
+    if not isinstance(cache, Cache):
+        raise ValueError(f"past_key_values must be a HeadmaxCache, got {type(cache).__name__}")
     if type(cache) is DynamicCache and not cache.offloading and all(map(_is_empty, cache.layers)):
         cache.layers, cache.layer_class_to_replicate = list(HeadmaxCache(num_layers).layers), None
     if not all(isinstance(layer, StateLayer) for layer in cache.layers) or cache.offloading:

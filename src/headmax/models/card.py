@@ -49,5 +49,5 @@ def write_card(model: HeadmaxForCausalLM, folder: Path | str) -> None:
     """Writes README.md into a model's folder; FileExistsError if one is there."""
     path = Path(folder) / "README.md"
     if path.exists():
-        raise FileExistsError(f"{path} is there already")
+        raise FileExistsError(f"{path} is there already: move it away to have a new one")
     durable.write(path, card(model))

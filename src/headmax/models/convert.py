@@ -78,7 +78,7 @@ def config_from_fla(fla: Mapping[str, Any]) -> HeadmaxConfig:
     """The headmax configuration of an FLA config.json. ValueError lists every setting that has no counterpart."""
     kind = fla.get("model_type")
     if not isinstance(kind, str) or kind not in MIXER_OF:
-        raise ValueError(f"model_type {kind!r} is no model of flash-linear-attention that headmax has{suggest(kind, MIXER_OF)}")
+        raise ValueError(f"model_type {kind!r} is not a model of flash-linear-attention that headmax has{suggest(kind, MIXER_OF)}")
     if refused := "; ".join(unknown_to_headmax(fla, kind)):
         raise ValueError(f"flash-linear-attention's {kind}: headmax cannot map {refused}")
     width = fla.get("intermediate_size") or swiglu_width(fla["hidden_size"], fla.get("hidden_ratio") or MIXER_OF[kind].mlp_ratio)

@@ -33,7 +33,7 @@ class FLAMixer(nn.Module):
         for path, parameter in theirs.named_parameters():
             target = NAMES.get(f"attn.{path}", "").removeprefix("mixer.")
             if not target:
-                raise ValueError(f"softmaxify: nothing in headmax takes {path} of {type(theirs).__name__}")
+                raise ValueError(f"softmaxify: headmax has no parameter for {path} of {type(theirs).__name__}")
             if parameter.ndim == 3:  # a convolution: [D,1,W] there, [D,W] here, the same memory
                 parameter = nn.Parameter(parameter.data.squeeze(1), requires_grad=parameter.requires_grad)
             owner, _, last = target.rpartition(".")
@@ -58,7 +58,7 @@ class FLAMixer(nn.Module):
         **kwargs: Any,
     ) -> tuple[Tensor, None, Any]:
         time, bounds = hidden_states.shape[1], kwargs.get("cu_seqlens")
-        packing = None if bounds is None else Packing.of(bounds, hidden_states.device)
+        packing = None if bounds is None else Packing.of(bounds, hidden_states.device, time)
         state, seen = None, 0
         if past_key_values is not None and len(past_key_values) > self.layer_idx:
             kept, seen = past_key_values[self.layer_idx], past_key_values.get_seq_length(self.layer_idx)

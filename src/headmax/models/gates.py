@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from headmax import durable, fields
 from headmax.layers import HeadGateConfig
 from headmax.layers.head_gate import HeadGate
+from headmax.models.accelerate import check_module
 from headmax.models.fla import FLAMixer
 from headmax.models.softmaxify import gateable, gates_of, softmaxify
 from headmax.models.weights import read_file, read_metadata, read_weights
@@ -33,6 +34,7 @@ def save_gates(model: nn.Module, folder: Path | str) -> None:
         model: a model with head gates; merge PEFT adapters first.
         folder: where to write.
     """
+    check_module("save_gates", model)
     root, folder = _root(model), Path(folder)
     gates = gates_of(root)
     if not gates:
@@ -46,7 +48,11 @@ def save_gates(model: nn.Module, folder: Path | str) -> None:
         "base_model": root.config._name_or_path,
         "head_gate": dataclasses.asdict(_settings(root)),
     }
+    if any(x.is_meta for gate in gates.values() for x in gate.parameters()):
+        raise ValueError("save_gates: the gates are on the meta device, where they have no values: load them first")
     weights = {f"{name}.{last}": x.detach().cpu().contiguous() for name, gate in gates.items() for last, x in gate.named_parameters()}
+    if useless := next((name for name, x in weights.items() if not x.isfinite().all()), None):
+        raise ValueError(f"save_gates: {useless} holds NaN or infinity: load_gates would refuse it")
     text = json.dumps(known, indent=2) + "\n"
     durable.write(folder / WEIGHTS, save(weights, metadata={"settings": _digest(text)}))
     durable.write(folder / SETTINGS, text)
@@ -65,6 +71,7 @@ def load_gates(model: nn.Module, folder: Path | str) -> nn.Module:
     Raises:
         ValueError: if the gates do not fit; the model is then unchanged.
     """
+    check_module("load_gates", model)
     root, folder = _root(model), Path(folder)
     file = folder / SETTINGS if (folder / SETTINGS).exists() else folder / MODEL_SETTINGS
     known = durable.read_json(file)

@@ -27,6 +27,7 @@ from headmax.ops.step import MOST_TOKENS
 if TYPE_CHECKING:
     from headmax.models.modeling import HeadmaxModel
 
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 OWN_ARGUMENTS = ("return_gates", "cu_seqlens", "skip_logits")
 UNSUPPORTED = {
     "output_attentions": "recurrent layers have no attention maps; return_gates=True gives the head gates",
@@ -51,6 +52,42 @@ def check_arguments(others: Mapping[str, Any]) -> None:
             raise ValueError(f"unknown argument {name!r}; did you mean {meant!r}?")
         if name in UNSUPPORTED and value is not None and value is not False:
             raise ValueError(f"{name} is not supported: {UNSUPPORTED[name]}")
+
+
+def check_tokens(input_ids: Tensor | None, inputs_embeds: Tensor | None, hidden_size: int) -> None:
+    """One of the two, of its shape and a dtype it can have."""
+    if (input_ids is None) == (inputs_embeds is None):
+        raise ValueError("give exactly one of input_ids and inputs_embeds")
+    name, x = ("input_ids", input_ids) if inputs_embeds is None else ("inputs_embeds", inputs_embeds)
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
+    if inputs_embeds is None and (x.ndim != 2 or x.dtype not in (torch.int64, torch.int32)):
+        raise ValueError(f"input_ids must be [batch, time] of torch.int64 or torch.int32, got {list(x.shape)} of {x.dtype}")
+    if inputs_embeds is not None and (x.ndim != 3 or x.shape[2] != hidden_size or not x.is_floating_point()):
+        raise ValueError(f"inputs_embeds must be floating [batch, time, hidden_size = {hidden_size}], got {list(x.shape)} of {x.dtype}")
+    if x.shape[0] == 0 or x.shape[1] == 0:
+        raise ValueError(f"{name} must have at least one sequence and one token, got {list(x.shape)}")
+
+
+def read_labels(labels: Tensor | None, tokens: Tensor | None) -> Tensor | None:
+    """As int64: a label for each token."""
+    if labels is None or tokens is None:
+        return labels
+    if not isinstance(labels, Tensor) or labels.shape != tokens.shape[:2] or labels.dtype not in INTEGERS:
+        got = f"{list(labels.shape)} of {labels.dtype}" if isinstance(labels, Tensor) else type(labels).__name__
+        raise ValueError(f"labels must be integers [batch, time] = {list(tokens.shape[:2])}, got {got}")
+    return labels.long()
+
+
+def look_up(model: HeadmaxModel, input_ids: Tensor) -> Tensor:
+    """Embeddings [batch, time, hidden]."""
+    if model.embed_tokens.weight.is_meta and not input_ids.is_meta:
+        raise ValueError("the model is on the meta device, where weights have no values: load them before you call it")
+    try:
+        return embed(model.embed_tokens, model.tensor_group, input_ids)
+    except IndexError:
+        said = f"{int(input_ids.min())} to {int(input_ids.max())}"
+        raise ValueError(f"input_ids must be from 0 to {model.config.vocab_size - 1}, the vocabulary, got {said}") from None
 
 
 @torch.compiler.disable(reason="attention_mask is read on the host to find padding: leave it out where there is none")
@@ -102,6 +139,9 @@ def within_sequences(
 
 def check_token_shapes(batch: int, time: int, past: int, position_ids: Tensor | None, mask: Tensor | None) -> None:
     """Positions and mask have a number for each token of x [batch, time], which follow `past` tokens in the cache."""
+    for name, given in (("position_ids", position_ids), ("attention_mask", mask)):
+        if given is not None and not isinstance(given, Tensor):
+            raise ValueError(f"{name} must be a tensor, got {type(given).__name__}")
     if position_ids is not None and tuple(position_ids.shape) not in ((1, time), (batch, time)):
         raise ValueError(f"position_ids must be [batch or 1, time] = {[batch, time]}, got {list(position_ids.shape)}")
     if mask is not None and mask.ndim == 4:
@@ -244,9 +284,8 @@ def read_inputs(
 
 def _embedded(model: HeadmaxModel, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
     """The residual stream [batch, time, hidden] before the first block, in the dtype that autocast computes in."""
-    if (input_ids is None) == (inputs_embeds is None):
-        raise ValueError("give exactly one of input_ids and inputs_embeds")
-    x = embed(model.embed_tokens, model.tensor_group, cast(Tensor, input_ids)) if inputs_embeds is None else inputs_embeds
+    check_tokens(input_ids, inputs_embeds, model.config.hidden_size)
+    x = look_up(model, cast(Tensor, input_ids)) if inputs_embeds is None else inputs_embeds
     return x.to(autocast_dtype(x.device) or x.dtype)
 
 

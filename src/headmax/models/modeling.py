@@ -30,7 +30,7 @@ from headmax.layers.rotary import RotarySettings
 from headmax.models.cache import HeadmaxCache, adopt
 from headmax.models.configuration import HeadmaxConfig
 from headmax.models.decoding import Decoder
-from headmax.models.inputs import check_arguments, named_packing, read_inputs, within_sequences
+from headmax.models.inputs import check_arguments, named_packing, read_inputs, read_labels, within_sequences
 from headmax.ops.packing import Packing
 
 RECOMPILATIONS = 32
@@ -202,7 +202,9 @@ class HeadmaxForCausalLM(HeadmaxPreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *_: Any, **__: Any) -> None:  # type: ignore[override]
         """What `generate` calls for a cache: a HeadmaxCache, the one kind this model has."""
         if generation_config.cache_implementation not in (None, "dynamic"):
-            raise ValueError(f"cache_implementation {generation_config.cache_implementation!r}: this model has a HeadmaxCache only")
+            raise ValueError(
+                f"cache_implementation {generation_config.cache_implementation!r}: this model has a HeadmaxCache only; leave it out"
+            )
         if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
             model_kwargs["past_key_values"] = HeadmaxCache(self.config.num_hidden_layers)
 
@@ -248,10 +250,11 @@ class HeadmaxForCausalLM(HeadmaxPreTrainedModel, GenerationMixin):
         """
         check_arguments(kwargs)
         cu_seqlens = named_packing(cu_seqlens, position_ids, kwargs)
+        tokens = input_ids if input_ids is not None else inputs_embeds
+        labels = read_labels(labels, tokens)
         if labels is not None and self.model.context_group is not None:
             kwargs = self._piece_of_the_mean(**kwargs)
         elif labels is not None:
-            tokens = input_ids if input_ids is not None else inputs_embeds
             cu_seqlens, labels = within_sequences(labels, tokens, attention_mask, position_ids, cu_seqlens)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
@@ -282,6 +285,9 @@ class HeadmaxForCausalLM(HeadmaxPreTrainedModel, GenerationMixin):
         self, hidden: Tensor, labels: Tensor | None, logits_to_keep: int | Tensor, skip_logits: bool | None, others: dict[str, Any]
     ) -> tuple[Tensor | None, Tensor | None]:
         """(loss, logits) of the last hidden states; one of them is None where it is not asked for."""
+        last = getattr(self.lm_head, "weight", None)  # an adapter may have none
+        if last is not None and last.is_meta and not hidden.is_meta:  # PyTorch 2.13 multiplies by whatever lies in memory
+            raise ValueError("lm_head is on the meta device, where weights have no values: load it before you call the model")
         plain = type(self.lm_head) is nn.Linear  # an adapter around it, such as LoRA's, must be called itself
         if skip_logits and labels is not None and not plain:
             raise ValueError(f"skip_logits=True takes the loss from lm_head's weight, but lm_head is a {type(self.lm_head).__name__}")
@@ -293,7 +299,7 @@ class HeadmaxForCausalLM(HeadmaxPreTrainedModel, GenerationMixin):
         logits = all_logits(self.lm_head, self.model.tensor_group, hidden[:, kept])
         if labels is None:
             return None, logits
-        return self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **others), logits
+        return self._loss_of_logits(logits, labels, **others), logits
 
     def _replay(
         self,
@@ -327,6 +333,12 @@ class HeadmaxForCausalLM(HeadmaxPreTrainedModel, GenerationMixin):
             num_items_in_batch = (shift_labels != IGNORED).sum()
             dist.all_reduce(num_items_in_batch, group=self.model.context_group)
         return {"shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch, **kwargs}
+
+    def _loss_of_logits(self, logits: Tensor, labels: Tensor, **kwargs: Any) -> Tensor:
+        try:
+            return self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        except IndexError as error:
+            raise ValueError(f"labels must be {IGNORED} or 0 to {self.config.vocab_size - 1}, the vocabulary: {error}") from None
 
     def _loss(
         self, x: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None, shift_labels: Tensor | None = None, **_: Any

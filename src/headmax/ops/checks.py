@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from numbers import Real
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,21 +29,45 @@ def too_wide(q: Tensor, v: Tensor, columns: int = 0) -> str | None:
     return None
 
 
-def check_shape(op: str, name: str, x: Tensor | None, axes: str, shape: Sequence[int], device: torch.device | None = None) -> None:
-    """x must be a floating tensor of this shape, on q's `device` if one is given."""
+def check_dense(op: str, name: str, x: object) -> None:
+    """x must be a tensor whose numbers lie in memory by strides."""
     if not isinstance(x, Tensor):
         raise ValueError(f"{op}: {name} must be a tensor, got {type(x).__name__}")
+    if x.is_nested or x.layout != torch.strided:
+        kind = "a nested tensor: pack its sequences and pass cu_seqlens" if x.is_nested else f"{x.layout}"
+        raise ValueError(f"{op}: {name} must be a dense tensor, got {kind}")
+
+
+def check_floating(op: str, name: str, dtype: torch.dtype) -> None:
+    """Eight bits have too few digits for what the ops return in the inputs' dtype."""
+    if not dtype.is_floating_point or dtype.itemsize < 2:
+        raise ValueError(f"{op}: {name} must be float64, float32, float16 or bfloat16, got {dtype}")
+
+
+def check_shape(op: str, name: str, x: Tensor | None, axes: str, shape: Sequence[int], device: torch.device | None = None) -> None:
+    """x must be a floating tensor of this shape, on the `device` of the other inputs if one is given."""
+    check_dense(op, name, x)
+    assert x is not None
     if x.shape != shape:
         raise ValueError(f"{op}: {name} must be [{axes}] = {list(shape)}, got {list(x.shape)}")
-    if not x.is_floating_point():
-        raise ValueError(f"{op}: {name} must have a floating dtype, got {x.dtype}")
+    check_floating(op, name, x.dtype)
     if device is not None and x.device != device:
-        raise ValueError(f"{op}: {name} must be on q's device {device}, got {x.device}")
+        raise ValueError(f"{op}: {name} must be on {device}, as the other inputs are, got {x.device}")
 
 
 def check_rank(op: str, name: str, x: Tensor, axes: str) -> None:
-    if not isinstance(x, Tensor) or x.ndim != 4:
-        raise ValueError(f"{op}: {name} must be [{axes}], got {list(x.shape) if isinstance(x, Tensor) else type(x).__name__}")
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{op}: {name} must be [{axes}], got {type(x).__name__}")
+    check_dense(op, name, x)
+    if x.ndim != 4:
+        raise ValueError(f"{op}: {name} must be [{axes}], got {list(x.shape)}")
+
+
+def check_number(op: str, name: str, given: float) -> float:
+    """A tensor would get no gradient, and NaN would be found far from here."""
+    if not isinstance(given, Real) or not -math.inf < given < math.inf:
+        raise ValueError(f"{op}: {name} must be a finite number, got {type(given).__name__ if isinstance(given, Tensor) else repr(given)}")
+    return given
 
 
 def check_recurrence(
@@ -77,6 +103,8 @@ def check_recurrence(
         check_shape(op, "read_gate", read_gate, "batch, time, heads", (batch, time, out_heads), device)
     if write_gate is not None:
         check_shape(op, "write_gate", write_gate, "batch, time, heads", (batch, time, out_heads), device)
+    if context_group is not None and not hasattr(context_group, "rank"):
+        raise ValueError(f"{op}: context_group must be a ProcessGroup of torch.distributed, got {type(context_group).__name__}")
     if context_group is not None and isinstance(cu_seqlens, Tensor):
         raise ValueError(f"{op}: cu_seqlens must be this rank's Packing.piece where there is a context_group, got a tensor")
     packing = check_packing(op, cu_seqlens, batch, time, device)
@@ -89,7 +117,7 @@ def check_recurrence(
 def check_packing(op: str, cu_seqlens: Tensor | Packing | None, batch: int, time: int, device: torch.device) -> Packing | None:
     if cu_seqlens is None:
         return None
-    packing = cu_seqlens if isinstance(cu_seqlens, Packing) else Packing.of(cu_seqlens, device)
+    packing = cu_seqlens if isinstance(cu_seqlens, Packing) else Packing.of(cu_seqlens, device, time)
     if packing.cu_seqlens.device != device:
         raise ValueError(f"{op}: cu_seqlens is on {packing.cu_seqlens.device}, the inputs on {device}: use Packing.to")
     if batch != 1:

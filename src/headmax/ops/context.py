@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from headmax.ops.checks import compute_dtype
+from headmax.ops.library import once_differentiable
 from headmax.ops.packing import Packing
 from headmax.ops.sequential import gated, per_value_head
 

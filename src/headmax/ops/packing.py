@@ -14,6 +14,8 @@ CHUNK = 64
 """Tokens per chunk, in every chunked backend but for LONG_CHUNK."""
 LONG_CHUNK = 128
 """Tokens per chunk in linear attention's kernels for wide heads, whose state is so large that it had better be stored half as often."""
+MOST = 2**40
+"""Tokens, more than any memory holds."""
 TABLES = ("slot_tokens", "token_slots", "chunk_table", "chunk_starts", "long_chunk_table", "long_chunk_starts")
 DEVICE_TABLES = ("cu_seqlens", "sequence_ids", "positions", *TABLES)
 
@@ -55,17 +57,16 @@ class Packing:
     long_chunk_starts: Tensor
     """The same for chunks of LONG_CHUNK tokens."""
 
-    def __init__(self, cu_seqlens: Tensor | Sequence[int], device: torch.device | str | None = None) -> None:
-        if isinstance(cu_seqlens, Tensor):
-            if cu_seqlens.ndim != 1 or cu_seqlens.is_floating_point() or cu_seqlens.dtype == torch.bool:
-                raise ValueError(f"cu_seqlens must be a 1-D integer tensor, got {cu_seqlens.dtype} of shape {list(cu_seqlens.shape)}")
-            device = cu_seqlens.device if device is None else device
-        # numpy: a loader builds one for every batch, and torch would wake its threads for tables of a few thousand numbers
-        bounds = torch.asarray(cu_seqlens, dtype=torch.int64, device="cpu", copy=True).numpy()
+    def __init__(self, cu_seqlens: Tensor | Sequence[int], device: torch.device | str | None = None, num_tokens: int | None = None) -> None:
+        if isinstance(cu_seqlens, Tensor) and device is None:
+            device = cu_seqlens.device
+        bounds = _bounds(cu_seqlens)
         lengths = np.diff(bounds)
         if bounds.size < 2 or bounds[0] != 0 or (lengths < 0).any() or bounds[-1] == 0:
             raise ValueError(f"cu_seqlens must rise from 0, one step per sequence, to one token or more, got {_preview(bounds.tolist())}")
         total = int(bounds[-1])
+        if total > MOST or total != (num_tokens or total):  # before tables of that many tokens are built
+            raise ValueError(f"cu_seqlens must end at time = {num_tokens or 'the number of tokens'}, got {total}")
         ids = np.repeat(np.arange(len(lengths)), lengths)
         positions = np.arange(total) - np.repeat(bounds[:-1], lengths)
 
@@ -132,13 +133,13 @@ class Packing:
         return self.sequence_ids.shape[0]
 
     @classmethod
-    def of(cls, cu_seqlens: Tensor | Sequence[int], device: torch.device) -> Packing:
+    def of(cls, cu_seqlens: Tensor | Sequence[int], device: torch.device, num_tokens: int) -> Packing:
         """The packing of a tensor handed to layer after layer: the first builds it, and it is kept until the tensor changes or goes."""
         if not isinstance(cu_seqlens, Tensor) or cu_seqlens.is_inference():  # does not tell when it changes
-            return cls(cu_seqlens, device)
+            return cls(cu_seqlens, device, num_tokens)
         key, known = (cu_seqlens._version, device), _built.get(cu_seqlens)
         if known is None or known[0] != key:
-            known = _built[cu_seqlens] = key, cls(cu_seqlens, device)
+            known = _built[cu_seqlens] = key, cls(cu_seqlens, device, num_tokens)
         return known[1]
 
     @classmethod
@@ -152,6 +153,21 @@ class Packing:
 
     def __repr__(self) -> str:
         return f"Packing({self.num_sequences} sequences, {self.num_tokens} tokens)"
+
+
+def _bounds(cu_seqlens: Tensor | Sequence[int]) -> np.ndarray:
+    """As int64 on the host, a copy. In numpy, as a loader builds one for every batch and torch would wake its threads for small tables."""
+    if isinstance(cu_seqlens, Tensor) and (cu_seqlens.device.type == "meta" or cu_seqlens.layout != torch.strided):
+        where = "on the meta device: give Packing(...).to('meta')" if cu_seqlens.device.type == "meta" else f"{cu_seqlens.layout}"
+        raise ValueError(f"cu_seqlens must have numbers to read, got a tensor {where}")
+    try:
+        bounds = cu_seqlens if isinstance(cu_seqlens, Tensor) else torch.as_tensor(cu_seqlens)
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:  # such as text, or numbers of more than 64 bits
+        raise ValueError(f"cu_seqlens must be a 1-D integer tensor or a list of integers, got {cu_seqlens!r:.80}") from error
+    integer = not (bounds.is_floating_point() or bounds.is_complex() or bounds.dtype == torch.bool)
+    if bounds.ndim != 1 or not (integer or bounds.numel() == 0):
+        raise ValueError(f"cu_seqlens must be a 1-D integer tensor, got {bounds.dtype} of shape {list(bounds.shape)}")
+    return torch.asarray(bounds, dtype=torch.int64, device="cpu", copy=True).numpy()
 
 
 def _starts(lengths: np.ndarray, size: int) -> np.ndarray:

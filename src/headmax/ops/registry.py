@@ -106,13 +106,25 @@ def dispatch(op: str, backend: str, x: torch.Tensor, obstacle: str | None = None
     A backend asked for by name is the one that runs, or an error. Ops that are no recurrence have no "chunkwise" or "fla": where a model
     names one of those for all its ops, they run their plain PyTorch form.
     """
+    if transformed():
+        if backend != "reference" and backend in _tables[op]:
+            raise ValueError(f"{op}: backend {backend!r} takes no transform of torch.func, such as grad or vmap; use 'reference'")
+        backend = "reference" if backend == "auto" else backend
     chosen = _tables[op][_choose(op, backend, x.device.type, x.dtype, obstacle)]
     return chosen.function if isinstance(chosen, Lazy) else chosen  # type: ignore[return-value]
 
 
 @torch.compiler.assume_constant_result
+def transformed() -> bool:
+    """Whether a transform of torch.func is under way, through which the autograd functions of the other backends do not pass."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+@torch.compiler.assume_constant_result
 def _choose(op: str, backend: str, device_type: str, dtype: torch.dtype, obstacle: str | None) -> str:
     """The name of the backend, loaded; a compiled graph asks once, when it is traced."""
+    if not isinstance(backend, str):
+        raise ValueError(f"{op}: backend must be a name, one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
     key = op, backend, device_type, dtype, obstacle
     name = _chosen.get(key)
     if name is None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headmax.ops.checks import too_wide
+from headmax.ops.checks import check_dense, check_floating, check_number, check_rank, too_wide
 from headmax.ops.registry import Lazy, dispatch, no_autocast, register
 
 MOST_TOKENS = 16
@@ -47,14 +47,24 @@ def step(op: Op, *inputs: Tensor, state: Tensor, scale: float | None = None, bac
         state: [B,HV,K,V], of any floating dtype; sums are float32 (float64 for float64 inputs).
         options: the op's keyword arguments, such as `read_gate` and `write_gate`, except `cu_seqlens`.
     """
+    if not callable(op) or len(inputs) < 3:
+        raise ValueError(f"step: give a recurrence such as headmax.ops.gla, then q, k, v and more, got {op!r:.80} and {len(inputs)} inputs")
     q, v = inputs[0], inputs[2]
+    check_rank("step", "q", q, "batch, time, heads, key")
+    check_rank("step", "v", v, "batch, time, heads, value")
     if not 1 <= q.shape[1] <= MOST_TOKENS:
         raise ValueError(f"step: q has {q.shape[1]} tokens, a step takes 1 to {MOST_TOKENS}: call {op.__name__} with an initial_state")
+    check_dense("step", "state", state)
+    check_floating("step", "state", state.dtype)
     expected = (q.shape[0], v.shape[2], q.shape[3], v.shape[3])
     if state.shape != expected or state.device != q.device:
         raise ValueError(
             f"step: state must be [batch, heads, key, value] = {list(expected)} on {q.device}, got {list(state.shape)} on {state.device}"
         )
+    if any(stride == 0 and size > 1 for stride, size in zip(state.stride(), state.shape, strict=True)):
+        raise ValueError(f"step: state is written to, its elements must not share memory, got strides {state.stride()}: clone it")
+    if "cu_seqlens" in options:
+        raise ValueError("step: it takes no cu_seqlens: give each sequence a row of the batch")
     run = dispatch("step", backend, q, _obstacle(op, q, v))
     with no_autocast(q.device):
-        return run(op, inputs, state, q.shape[3] ** -0.5 if scale is None else scale, **options)
+        return run(op, inputs, state, q.shape[3] ** -0.5 if scale is None else check_number("step", "scale", scale), **options)

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from headmax.ops.context import gather
+from headmax.ops.library import once_differentiable
 
 
 def total(x: Tensor, group: dist.ProcessGroup) -> Tensor:

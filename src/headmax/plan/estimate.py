@@ -163,7 +163,7 @@ def estimate(run: TrainingJob, work: Work, efficiency: float, mesh: Mesh) -> Est
                 return Estimate(mesh, micro, accumulation, checkpointing, needs, exchanged, step, run.steps)
     raise ValueError(
         f"one sequence of {run.length:,} does not fit on {run.cluster.name}: {sum(needs.values()) / 1e9:.0f} GB with checkpointing, "
-        f"{USABLE * card.memory:.0f} of {card.memory:.0f} GB can be used"
+        f"{USABLE * card.memory:.0f} of {card.memory:.0f} GB can be used: take fsdp, parallel.context, parallel.tensor or shorter sequences"
     )
 
 

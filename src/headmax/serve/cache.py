@@ -93,7 +93,7 @@ class Tree:
     def grow(self, tokens: Tensor) -> Node:
         """The node of a text [whole chunks], made if it is not there."""
         if not len(tokens) or len(tokens) % self.chunk:
-            raise ValueError(f"tokens must be whole chunks of {self.chunk}, got {len(tokens)}")
+            raise ValueError(f"tokens must be whole chunks of {self.chunk} tokens, got {len(tokens)} tokens")
         node = self.root
         for key in chunks_of(tokens, self.chunk):
             if key not in node.children:

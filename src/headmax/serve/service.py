@@ -93,7 +93,7 @@ class Service:
         if self.tokenizer is None:
             raise ApiError(400, "this server has no tokenizer: use /v1/completions with token ids")
         if body.top_logprobs is not None and not body.logprobs:
-            raise ApiError(400, "top_logprobs: needs logprobs", param="top_logprobs")
+            raise ApiError(400, 'top_logprobs: needs logprobs; send "logprobs": true too', param="top_logprobs")
         self._check_characters(self.tokenizer, sum(len(message.content) for message in body.messages), "messages")
         ids = await self.tokenizer.encode_chat([message.model_dump(exclude_none=True) for message in body.messages])
         self._check_tokens(ids, "messages")

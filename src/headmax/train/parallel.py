@@ -111,6 +111,14 @@ class World:
         return box
 
 
+def environment_number(name: str, default: int) -> int:
+    """What torchrun tells a process."""
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal():
+        raise ValueError(f"{name} in the environment must be a number, as torchrun sets it, got {text!r}: unset it or start with torchrun")
+    return int(text)
+
+
 def find_device(name: str | None, source: str = "") -> torch.device:
     """The device of that name for this process, its own GPU where there are several; an error begins with `source` of the name."""
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if name in (None, "auto") else str(name)
@@ -118,7 +126,7 @@ def find_device(name: str | None, source: str = "") -> torch.device:
         devices = "cpu and cuda" if torch.cuda.is_available() else "cpu"
         raise ValueError(f"{source or f'--device {kind}'}: this machine has {devices}")
     if kind == "cuda":
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        return torch.device("cuda", environment_number("LOCAL_RANK", 0))
     return torch.device(kind)
 
 
@@ -138,7 +146,7 @@ def join(device: str | None, context: int = 1, tensor: int = 1) -> Iterator[Worl
     if mine.type == "cuda":
         torch.cuda.set_device(mine)
     there = dist.is_initialized()
-    if not there and (int(os.environ.get("WORLD_SIZE", 1)) > 1 or dist.is_torchelastic_launched()):
+    if not there and (environment_number("WORLD_SIZE", 1) > 1 or dist.is_torchelastic_launched()):
         # PyTorch 2.13: processes that torchrun starts again find the store of those before, and gloo connects to addresses that are gone.
         store, rank, size = next(dist.rendezvous("env://"))
         store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
@@ -165,7 +173,12 @@ def is_distributed(config: TrainConfig, world: World) -> bool:
 
 
 def graphed(config: TrainConfig, world: World) -> bool:
-    """Whether micro-steps are CUDA graphs."""
-    if world.device.type != "cuda" or is_distributed(config, world):
-        return False
-    return config.compute.cuda_graph is not False and not config.against_graphs
+    """Whether micro-steps are CUDA graphs. ValueError where they were asked for and cannot be."""
+    against = config.against_graphs
+    if is_distributed(config, world):
+        against = "parallel.strategy fsdp" if world.size == 1 else f"{world.size} processes"
+    if world.device.type != "cuda":
+        against = f"device {world.device.type}"
+    if config.compute.cuda_graph and against is not None:
+        raise ValueError(f"compute.cuda_graph does not go with {against}: leave it out")
+    return config.compute.cuda_graph is not False and against is None

@@ -192,6 +192,8 @@ class Attention(nn.Module):
         self, state: tuple | None, return_state: bool, positions: Tensor | Rotary | None, packing: Packing | None, mask: Tensor | None
     ) -> None:
         """What packed sequences and pieces of sequences go together with."""
+        if state is not None and not isinstance(state, AttentionState | AttentionSlots):
+            raise ValueError(f"Attention: state must be an AttentionState or AttentionSlots, got a {type(state).__name__}")
         keeps_states = return_state or state is not None
         if packing is not None and keeps_states:
             raise ValueError("Attention: packed sequences leave no state, whose keys could not be told apart: run them one by one")

@@ -16,7 +16,7 @@ from headmax.layers.head_gate import HeadGate, HeadGateConfig
 from headmax.layers.head_parallel import divide, shard_part
 from headmax.layers.initialized import Initialized
 from headmax.layers.mixers.config import RecurrentConfig
-from headmax.layers.mixers.state import RecurrentSlots, RecurrentState
+from headmax.layers.mixers.state import RecurrentSlots, RecurrentState, check_inputs
 from headmax.layers.mixers.terms import Convolved, MixerOutput, Projected, Recurrence, StepTerms, Weights
 from headmax.layers.norm import OutputNorm, RMSNorm, apply_gates, read_out
 from headmax.layers.padding import Padding
@@ -96,7 +96,7 @@ class RecurrentMixer(Initialized):
         if not isinstance(config, HeadGateConfig):
             raise ValueError(f"head_gate must be a HeadGateConfig or None, got {config!r}")
         if self.head_gate is not None:
-            raise ValueError("head_gate: the mixer has gates already")
+            raise ValueError("head_gate: the mixer has gates already; add_head_gate takes one that was built with head_gate=None")
         self.head_gate = config.build(**self.gate_sizes(), like=self.q_proj.weight)
         self.read_after_norm = config.read_position == "after_norm"
 
@@ -149,6 +149,7 @@ class RecurrentMixer(Initialized):
         """
         if self.context_group is not None and (state is not None or mask is not None):
             raise ValueError("context_group: pieces of sequences take no state and no mask; pack sequences and leave padding out")
+        check_inputs(type(self).__name__, x, state, packing, mask)
         padding = Padding.of(mask) if isinstance(mask, Tensor) else mask
         if padding is not None:
             return self._without_padding(x, padding, state=state, return_state=return_state, positions=positions, fused=fused)
@@ -256,6 +257,10 @@ class RecurrentMixer(Initialized):
         fused: bool,
     ) -> Convolved:
         """q, k and v [B,T,...] after the short convolutions, if there are any."""
+        held = 0 if state is None else len(state.channels if isinstance(state, RecurrentSlots) else state.conv)
+        if state is not None and held != len(self.convs or ()):
+            title = type(self).__name__
+            raise ValueError(f"{title}: state has the inputs of {held} short convolutions, the layer has {len(self.convs or ())}")
         if self.convs is None:
             return Convolved(list(qkv), (), None)
         before = self.inputs_before(qkv, state, packing)

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from headmax.ops.packing import Packing
+
 
 class RecurrentState(NamedTuple):
     """All that a recurrent layer remembers, of constant size."""
@@ -56,3 +58,13 @@ class RecurrentSlots(NamedTuple):
 
     def store(self, state: RecurrentState | RecurrentSlots) -> None:
         torch._foreach_copy_([self.recurrent, *self.conv], [state.recurrent, *state.conv])
+
+
+def check_inputs(mixer: str, x: Tensor, state: object, packing: object, mask: object) -> None:
+    """What a recurrent mixer is called with beside x [B,T,E]."""
+    if state is not None and not isinstance(state, RecurrentState | RecurrentSlots):
+        raise ValueError(f"{mixer}: state must be a RecurrentState or RecurrentSlots, got a {type(state).__name__}: one of another layer?")
+    if packing is not None and not isinstance(packing, Packing):
+        raise ValueError(f"{mixer}: packing must be a Packing, such as Packing(cu_seqlens), got a {type(packing).__name__}")
+    if isinstance(mask, Tensor) and mask.shape != x.shape[:2]:
+        raise ValueError(f"{mixer}: mask must be [batch, time] = {list(x.shape[:2])}, got {list(mask.shape)}")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from headmax.ops.checks import check_recurrence, check_shape, too_wide
+from headmax.ops.checks import check_number, check_recurrence, check_shape, too_wide
 from headmax.ops.context import erasing, over_pieces
 from headmax.ops.gated_delta_rule import chunkwise, reference
 from headmax.ops.kernels.tiles import shared_memory
@@ -94,7 +94,7 @@ def gated_delta_rule(
     columns = 0 if context_group is None else q.shape[3]
     run = dispatch("gated_delta_rule", backend, q, too_wide(q, v, columns) or too_wide_for_the_gpu(q, q.dtype))
     run = over_pieces(run, context_group, erasing)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = q.shape[-1] ** -0.5 if scale is None else check_number("gated_delta_rule", "scale", scale)
     with no_autocast(q.device):
         o, state = run(q, k, v, log_decay, beta, normalize_qk, read_gate, write_gate, scale, initial_state, packing, return_state)
     return o, state if return_state else None

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from headmax.ops.checks import compute_dtype
 from headmax.ops.chunks import Chunks, decay_from_start, decay_to_end, in_segments, pairwise_decay, segments
 from headmax.ops.gated_delta_rule.reference import unit_length
-from headmax.ops.library import define_op
+from headmax.ops.library import define_op, once_differentiable
 from headmax.ops.packing import Packing
 from headmax.ops.sequential import gated, per_value_head
 

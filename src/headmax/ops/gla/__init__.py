@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from headmax.ops.checks import check_recurrence, check_shape, too_wide
+from headmax.ops.checks import check_number, check_recurrence, check_shape, too_wide
 from headmax.ops.context import decaying, over_pieces
 from headmax.ops.gla import chunkwise, reference
 from headmax.ops.packing import Packing
@@ -64,7 +64,7 @@ def gla(
     )
     check_shape("gla", "log_decay", log_decay, "batch, time, heads, key", q.shape, q.device)
     run = over_pieces(dispatch("gla", backend, q, too_wide(q, v)), context_group, decaying)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = q.shape[-1] ** -0.5 if scale is None else check_number("gla", "scale", scale)
     with no_autocast(q.device):
         o, state = run(q, k, v, log_decay, read_gate, write_gate, scale, initial_state, packing, return_state)
     return o, state if return_state else None

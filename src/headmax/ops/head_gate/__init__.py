@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from headmax.fields import suggest
-from headmax.ops.checks import check_shape
+from headmax.ops.checks import check_dense, check_floating, check_number, check_shape
 from headmax.ops.head_gate import across_ranks, reference
 from headmax.ops.registry import Lazy, dispatch, no_autocast, register
 
@@ -19,7 +19,9 @@ for _name, _plain in (("head_gate", reference.head_gate), ("split_gates", refere
     register(_name, {"reference": _plain, "triton": Lazy("headmax.ops.kernels.gate", _name, needs="triton", interpreted=True)})
 
 
-def _check_kind(op: str, kind: str) -> None:
+def _check_settings(op: str, kind: str, temperature: float, scale: float) -> None:
+    check_number(op, "temperature", temperature)
+    check_number(op, "scale", scale)
     if kind not in ("softmax", "sigmoid"):
         raise ValueError(f"{op}: unknown kind {kind!r}{suggest(kind, ('softmax', 'sigmoid'))}")
 
@@ -51,21 +53,20 @@ def head_gate(
     Returns:
         The gates, in float32 (float64 for float64 inputs).
     """
-    if not isinstance(x, Tensor) or x.ndim not in (3, 4):
-        got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"head_gate: x must be [batch, time, heads, dim] or [batch, time, dim], got {got}")
-    if not x.is_floating_point():
-        raise ValueError(f"head_gate: x must have a floating dtype, got {x.dtype}")
-    if not isinstance(weight, Tensor) or weight.ndim != 2:
-        got = list(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
-        raise ValueError(f"head_gate: weight must be [heads, dim], got {got}")
+    check_dense("head_gate", "x", x)
+    if x.ndim not in (3, 4):
+        raise ValueError(f"head_gate: x must be [batch, time, heads, dim] or [batch, time, dim], got {list(x.shape)}")
+    check_floating("head_gate", "x", x.dtype)
+    check_dense("head_gate", "weight", weight)
+    if weight.ndim != 2:
+        raise ValueError(f"head_gate: weight must be [heads, dim], got {list(weight.shape)}")
     gates = weight.shape[0]
     check_shape("head_gate", "weight", weight, "heads, dim", (gates, x.shape[-1]), x.device)
     if gates == 0 or x.numel() == 0:
         raise ValueError(f"head_gate: x {list(x.shape)} and weight {list(weight.shape)} must have no empty axis")
     if x.ndim == 4 and gates % x.shape[2]:
         raise ValueError(f"head_gate: weight must have a multiple of x's {x.shape[2]} heads, got {gates}")
-    _check_kind("head_gate", kind)
+    _check_settings("head_gate", kind, temperature, scale)
     with no_autocast(x.device):
         if tensor_group is not None:
             return across_ranks.head_gate(x, weight, temperature, scale, kind, tensor_group)
@@ -83,7 +84,9 @@ def split_gates(
     tensor_group: ProcessGroup | None = None,
 ) -> list[Tensor]:
     """`number` gates [B,T,H] as `head_gate` has them, from scores [B,T,number*H] that a product gave together; one message for all."""
-    _check_kind("split_gates", kind)
+    _check_settings("split_gates", kind, temperature, scale)
+    check_dense("split_gates", "scores", scores)
+    check_floating("split_gates", "scores", scores.dtype)
     if number < 1 or scores.shape[-1] % number:
         raise ValueError(f"split_gates: scores of {scores.shape[-1]} channels do not split into {number} gates")
     if tensor_group is not None:

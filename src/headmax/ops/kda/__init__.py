@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from headmax.ops.checks import check_recurrence, check_shape, too_wide
+from headmax.ops.checks import check_number, check_recurrence, check_shape, too_wide
 from headmax.ops.context import erasing, over_pieces
 from headmax.ops.gated_delta_rule import too_wide_for_the_gpu
 from headmax.ops.kda import chunkwise, reference
@@ -79,7 +79,7 @@ def kda(
     columns = 0 if context_group is None else q.shape[3]
     run = dispatch("kda", backend, q, too_wide(q, v, columns) or too_wide_for_the_gpu(q, computed_in))
     run = over_pieces(run, context_group, erasing)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = q.shape[-1] ** -0.5 if scale is None else check_number("kda", "scale", scale)
     with no_autocast(q.device):
         o, state = run(q, k, v, log_decay, beta, normalize_qk, read_gate, write_gate, scale, initial_state, packing, return_state)
     return o, state if return_state else None

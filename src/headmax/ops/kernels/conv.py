@@ -13,14 +13,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from headmax.ops.gated_delta_rule.reference import EPS
 from headmax.ops.kernels.common import append, sigmoid
 from headmax.ops.kernels.launch import launch
 from headmax.ops.kernels.tiles import cdiv, power_of_2
 from headmax.ops.kernels.unit_length import inverse_length
-from headmax.ops.library import define_op
+from headmax.ops.library import define_op, once_differentiable
 
 SPAN = 64
 """Tokens of a program."""

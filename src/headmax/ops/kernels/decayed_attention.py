@@ -12,14 +12,13 @@ from typing import TypeGuard
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from headmax.ops.kernels.channel import Reader, prepare_channel, query_key_gradients_channel
 from headmax.ops.kernels.common import Layout, contiguous
 from headmax.ops.kernels.scalar import prepare, query_key_gradients
 from headmax.ops.kernels.scan import boundaries_shape, scan, scan_and_read
 from headmax.ops.kernels.tiles import chunk_length
-from headmax.ops.library import define_op
+from headmax.ops.library import define_op, once_differentiable
 from headmax.ops.packing import CHUNK, Packing
 from headmax.ops.sequential import per_key_head, per_value_head
 

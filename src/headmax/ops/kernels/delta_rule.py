@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from headmax.ops.gated_delta_rule.reference import EPS
 from headmax.ops.kernels.channel import Reader, prepare_channel, query_key_gradients_channel
@@ -27,7 +26,7 @@ from headmax.ops.kernels.scalar import prepare, query_key_gradients
 from headmax.ops.kernels.scan import combine
 from headmax.ops.kernels.tiles import reads_in_scan
 from headmax.ops.kernels.unit_length import unit_length, unit_length_gradient
-from headmax.ops.library import define_op
+from headmax.ops.library import define_op, once_differentiable
 from headmax.ops.packing import CHUNK, Packing
 from headmax.ops.sequential import per_key_head, per_value_head
 

@@ -14,12 +14,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from headmax.ops.kernels.common import sigmoid
 from headmax.ops.kernels.launch import launch
 from headmax.ops.kernels.tiles import cdiv, power_of_2, processors
-from headmax.ops.library import define_op
+from headmax.ops.library import define_op, once_differentiable
 
 TILE = 2048
 """Numbers of a tile, of as many rows as that makes."""

@@ -8,11 +8,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from headmax.ops.kernels.launch import launch
 from headmax.ops.kernels.tiles import cdiv, power_of_2
-from headmax.ops.library import define_op
+from headmax.ops.library import define_op, once_differentiable
 
 TOKENS = 8
 """Of a program, which takes one head."""

@@ -9,12 +9,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from headmax.ops.kernels.common import sigmoid
 from headmax.ops.kernels.launch import launch
 from headmax.ops.kernels.tiles import cdiv
-from headmax.ops.library import define_op
+from headmax.ops.library import define_op, once_differentiable
 
 ROWS, COLUMNS = 4, 256
 """Tokens and channels of a program."""
