@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from headmax import durable, fields
 from headmax.layers import HeadGateConfig
 from headmax.layers.head_gate import HeadGate
+from headmax.models.accelerate import check_model
 from headmax.models.fla import FLAMixer
 from headmax.models.softmaxify import gateable, gates_of, softmaxify
 from headmax.models.weights import read_file, read_metadata, read_weights
@@ -52,6 +53,7 @@ def load_gates(model: nn.Module, folder: Path | str) -> nn.Module:
 
     ValueError, and an unchanged model, where they do not fit it.
     """
+    check_model("load_gates", model)
     root, folder = _root(model), Path(folder)
     file = folder / SETTINGS if (folder / SETTINGS).exists() else folder / MODEL_SETTINGS
     known = durable.read_json(file)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from headmax.layers import HeadGateConfig
 from headmax.layers.head_gate import HeadGate
 from headmax.layers.mixers import RecurrentMixer
-from headmax.models.accelerate import LAYERS, forwards, install, owners_of
+from headmax.models.accelerate import LAYERS, check_model, forwards, install, owners_of
 from headmax.models.configuration import HeadmaxConfig
 from headmax.models.fla import FLAMixer, is_fla
 from headmax.models.forwards import Forward
@@ -48,6 +48,7 @@ def softmaxify(model: nn.Module, gate: HeadGateConfig = START, *, train: Literal
     With the default gates it computes what it did before. train="gates" freezes everything else. A headmax model is saved and loaded as
     ever; for another, whose class knows of no gates, `load_gates(from_pretrained(folder), folder)` brings them back.
     """
+    check_model("softmaxify", model)
     if train not in ("all", "gates"):
         raise ValueError(f"softmaxify: train must be 'all' or 'gates', got {train!r}")
     if not isinstance(gate, HeadGateConfig):
