@@ -13,7 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from headmax import load_gates, softmaxify
 from headmax.models.accelerate import LAYERS, accelerate, forward_of, forwards
+from tests.generate.checkpoint import make_model
 from tests.models.released import ALL, MODELS, VOCAB, build
 
 LENGTH = 70
@@ -155,6 +157,11 @@ def test_a_layer_that_has_changed_is_refused_by_attribute() -> None:
         accelerate(model)
     with pytest.raises(ValueError, match="accelerate: Linear has no layer that headmax knows: Qwen3NextGatedDeltaNet, "):
         accelerate(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="accelerate: a HeadmaxForCausalLM runs on headmax's ops as it is"):
+        accelerate(make_model())
+    for function in (accelerate, softmaxify, lambda name: load_gates(name, "gates")):
+        with pytest.raises(ValueError, match=r"model must be a loaded model, got 'Qwen/Qwen3\.5-4B'; AutoModelForCausalLM"):
+            function("Qwen/Qwen3.5-4B")
 
 
 @torch.no_grad()

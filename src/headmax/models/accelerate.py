@@ -10,6 +10,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from headmax.models.configuration import HeadmaxConfig
 from headmax.models.forwards import Forward, GatedDelta, KimiDelta, Layer, Lightning, Mamba2, boundaries
 from headmax.models.inputs import packing_of_positions
 
@@ -90,6 +91,11 @@ LAYERS = {
 """transformers' classes of layers that run on our ops."""
 
 
+def check_model(function: str, model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{function}: model must be a loaded model, got {model!r:.80}; AutoModelForCausalLM.from_pretrained loads one")
+
+
 def forward_of(layer: nn.Module) -> Forward | None:
     """Ours, if the layer has it: as its `forward`, or where accelerate's hooks keep that."""
     held = (vars(layer).get(name) for name in ("_old_forward", "forward"))
@@ -144,11 +150,6 @@ def install(model: nn.Module, found: Iterable[Forward]) -> None:
             owner.register_forward_pre_hook(mark_packed_sequences, with_kwargs=True)
 
 
-def check_module(function: str, model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"{function}: model must be a torch.nn.Module, such as from_pretrained gives, got {model!r:.80}")
-
-
 def accelerate(model: nn.Module) -> nn.Module:
     """Runs the linear-attention layers of a transformers model on headmax's ops, in place.
 
@@ -161,8 +162,10 @@ def accelerate(model: nn.Module) -> nn.Module:
     Returns:
         The same model.
     """
-    check_module("accelerate", model)
+    check_model("accelerate", model)
     found = [forward for _, forward in forwards(model)]
+    if not found and isinstance(getattr(model, "config", None), HeadmaxConfig):
+        raise ValueError(f"accelerate: a {type(model).__name__} runs on headmax's ops as it is")
     if not found:
         raise ValueError(f"accelerate: {type(model).__name__} has no layer that headmax knows: {', '.join(LAYERS)}")
     install(model, found)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from headmax import durable, fields
 from headmax.layers import HeadGateConfig
 from headmax.layers.head_gate import HeadGate
-from headmax.models.accelerate import check_module
+from headmax.models.accelerate import check_model
 from headmax.models.fla import FLAMixer
 from headmax.models.softmaxify import gateable, gates_of, softmaxify
 from headmax.models.weights import read_file, read_metadata, read_weights
@@ -34,7 +34,7 @@ def save_gates(model: nn.Module, folder: Path | str) -> None:
         model: a model with head gates; merge PEFT adapters first.
         folder: where to write.
     """
-    check_module("save_gates", model)
+    check_model("save_gates", model)
     root, folder = _root(model), Path(folder)
     gates = gates_of(root)
     if not gates:
@@ -71,7 +71,7 @@ def load_gates(model: nn.Module, folder: Path | str) -> nn.Module:
     Raises:
         ValueError: if the gates do not fit; the model is then unchanged.
     """
-    check_module("load_gates", model)
+    check_model("load_gates", model)
     root, folder = _root(model), Path(folder)
     file = folder / SETTINGS if (folder / SETTINGS).exists() else folder / MODEL_SETTINGS
     known = durable.read_json(file)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from headmax.layers import HeadGateConfig
 from headmax.layers.head_gate import HeadGate
 from headmax.layers.mixers import RecurrentMixer
-from headmax.models.accelerate import LAYERS, check_module, forwards, install, owners_of
+from headmax.models.accelerate import LAYERS, check_model, forwards, install, owners_of
 from headmax.models.configuration import HeadmaxConfig
 from headmax.models.fla import FLAMixer, is_fla
 from headmax.models.forwards import Forward
@@ -55,11 +55,11 @@ def softmaxify(model: nn.Module, gate: HeadGateConfig = START, *, train: Literal
     Returns:
         The same model.
     """
+    check_model("softmaxify", model)
     if train not in ("all", "gates"):
         raise ValueError(f"softmaxify: train must be 'all' or 'gates', got {train!r}")
     if not isinstance(gate, HeadGateConfig):
         raise ValueError(f"softmaxify: gate must be a HeadGateConfig, got {gate!r}")
-    check_module("softmaxify", model)
     if gates_of(model):
         raise ValueError(f"softmaxify: this {type(model).__name__} has gates already")
     takers = dict(gateable(model))
