@@ -292,8 +292,8 @@ def test_plan_prints_a_row_for_every_number_of_gpus(called: Called) -> None:
     done = called(*asked, "--parallel.strategy", "fsdp", "--parallel.tensor", "1")
     assert done.returncode == 0, done.stderr
     assert called(*asked, "--parallel", "fsdp", "--parallel.tensor", "1").stdout == done.stdout  # as in 0.1
-    best, sent = done.stdout.split("The best mesh")[1].split("What it sends")
-    for shown in (best, sent.split("bytes that a GPU")[0]):
+    best, sent = done.stdout.split("The best mesh")[1].split("Communication per GPU")
+    for shown in (best, sent):
         rows = [line.split() for line in shown.splitlines()[2:] if line.strip()]
         assert [row[0].rstrip("*") for row in rows if row[0] != "*"] == [str(n) for n in sorted({24, *(2**n for n in range(11))})]
         assert {row[1] for row in rows if row[0] != "*"} == {"fsdp"}
@@ -304,7 +304,7 @@ def test_data_is_prepared_checked_and_refused(tmp_path: Path) -> None:
     out = str(tmp_path / "out")
     done = headmax("data", "prepare", str(tmp_path / "a.txt"), "--out", out, "--shard-tokens", "1k")
     assert done.returncode == 0, done.stderr
-    assert "train 6 tokens, 2 documents, 1 shards" in done.stdout
+    assert "train 6 tokens, 2 documents, 1 shard" in done.stdout
     assert "intact, 6 training tokens, 0 validation tokens" in headmax("data", "check", out).stdout
     done = headmax("data", "prepare", str(tmp_path / "a.txt"), "--out", out, "--separator", "---")
     assert done.returncode == 2

@@ -49,9 +49,9 @@ GROUPS: dict[str, tuple[Command, ...]] = {
             built=True,
         ),
         Command("data prepare", "headmax.cli.data:prepare", "Turn text into token shards to train on; rerun to resume."),
-        Command("data merge", "headmax.cli.data:merge", "Put parts of `headmax data prepare --part` together."),
+        Command("data merge", "headmax.cli.data:merge", "Merge the parts of `headmax data prepare --part`."),
         Command("data check", "headmax.cli.data:check", "Compare every file of a prepared folder with its checksum."),
-        Command("curves", "headmax.cli.train:curves", "Plot a run: loss, validation, gradient norm, speed, gates."),
+        Command("curves", "headmax.cli.train:curves", "Plot a training run: loss, validation, gradient norm, speed, gates."),
     ),
     "Use a model": (
         Command(
@@ -59,12 +59,12 @@ GROUPS: dict[str, tuple[Command, ...]] = {
             "headmax.cli.generate:generate",
             "Continue a text and stream the result; without a prompt, read lines from standard input.",
         ),
-        Command("chat", "headmax.cli.chat:chat", "Talk to a checkpoint or to a server, in the terminal."),
-        Command("serve", "headmax.cli.serve:serve", "Answer requests over HTTP as OpenAI's interface does, many at a time."),
+        Command("chat", "headmax.cli.chat:chat", "Chat with a checkpoint or a server, in the terminal."),
+        Command("serve", "headmax.cli.serve:serve", "Serve a model over HTTP, with an OpenAI-compatible API."),
         Command("eval", "headmax.cli.evaluate:evaluate", "Run the paper's benchmarks on a model; rerun to resume."),
         Command("eval tables", "headmax.cli.evaluate:tables", "Render the paper's three tables with your results next to the paper's."),
         Command("inspect", "headmax.cli.inspect:inspect", "Show which head wins each token of a text, as one HTML file."),
-        Command("convert", "headmax.cli.convert:convert", "Turn a run, or a model of flash-linear-attention, into a model folder."),
+        Command("convert", "headmax.cli.convert:convert", "Convert a run, or a flash-linear-attention checkpoint, to a model folder."),
     ),
     "Plan and measure": (
         Command("recipes", "headmax.cli.recipes:recipes", "List the recipes with parameter counts and state sizes."),

@@ -49,7 +49,7 @@ def test_attention_layers_and_missing_gates_are_left_out() -> None:
 
 
 def test_what_cannot_be_traced_is_refused() -> None:
-    with pytest.raises(ValueError, match="plain: the model has no head gates \\(head_gate is None\\)"):
+    with pytest.raises(ValueError, match="plain: the model has no head gates \\(head_gate is None\\); take one of a softmax recipe"):
         gates.trace(make_model(head_gate=None), torch.arange(3), list("abc"), "plain")
     with pytest.raises(ValueError, match="ids must be \\[time > 0\\] with a text for each, got \\[0\\] and 0 texts"):
         gates.trace(make_model(), torch.arange(0), [], "m")

@@ -333,7 +333,9 @@ def test_a_folder_made_before_inputs_were_hashed(tmp_path: Path, caplog: pytest.
 
 def test_what_can_never_be_complete_leaves_nothing_and_no_advice_to_repeat_it(tmp_path: Path) -> None:
     config = PrepareConfig((str(write(tmp_path / "a.txt", TEXTS)),), valid_fraction=1e-12, shard_tokens=3000)
-    with pytest.raises(ValueError, match=r"no documents for validation in .*: valid_fraction 1e-12 of 40 leaves none; give a larger one"):
+    with pytest.raises(
+        ValueError, match=r"no documents for validation in .*: a valid_fraction of 1e-12 leaves none of 40 documents; give a larger one"
+    ):
         prepare(config, tmp_path / "out", workers=1)
     assert not list((tmp_path / "out").iterdir())
     with pytest.raises(ValueError, match="no prepared data "):

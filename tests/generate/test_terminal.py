@@ -37,7 +37,9 @@ def test_a_prompt_is_continued_as_it_comes(folder: Path, engine: Engine, capsys:
     out, err = capsys.readouterr()
     assert out == f"{expected(engine, 'Hello', GREEDY, 20)}\n"
     count = len(engine.generate(Request("Hello", None, 20, GREEDY, [1]))[0].tokens)
-    assert re.search(rf"headmax: 5 tokens read, the first new one after [\d.]+ s, {count} new ones at [\d.,]+ tokens/s; ended by", err)
+    assert re.search(
+        rf"headmax: read 5 tokens, first new token after [\d.]+ s, generated {count} tokens at [\d.,]+ tokens/s; finish reason: ", err
+    )
 
 
 def test_a_file_with_every_flag(folder: Path, engine: Engine, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -45,10 +45,13 @@ def test_records_give_the_efficiency_and_check_the_prediction(recorded: list[Mea
     assert efficiency == pytest.approx(0.5 / 1.1)
     assert source.startswith("measured (softmax-gla-340m 4096x8 on NVIDIA H200, commit ")
     assert choose_efficiency("softmax-gla-340m", "h100", 16384, recorded)[0] == pytest.approx(0.5)
-    assert "another card" in choose_efficiency("softmax-gla-340m", "h100", 4096, recorded)[1]
+    assert "on another GPU" in choose_efficiency("softmax-gla-340m", "h100", 4096, recorded)[1]
     assert "another model, " in choose_efficiency("retnet-340m", "h200", 4096, recorded)[1]
     assert "another size, " in choose_efficiency("softmax-gla-80m", "h200", 4096, recorded)[1]
-    assert "its twin, gla-340m" in choose_efficiency("softmax-gla-340m", "h200", 4096, [m for m in recorded if m.recipe == "gla-340m"])[1]
+    assert (
+        "with or without gates, gla-340m"
+        in choose_efficiency("softmax-gla-340m", "h200", 4096, [m for m in recorded if m.recipe == "gla-340m"])[1]
+    )
     said = check("softmax-gla-340m", "h200", 4096, recorded)
     assert said is not None
     assert "(-9%)" in said  # 1 / 1.1, from the other lengths

@@ -240,14 +240,14 @@ def test_the_command_of_a_plan_trains_what_was_planned() -> None:
 def test_without_records_the_assumption_is_stated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "none.json").write_text("[]")
     monkeypatch.setattr(plan, "MEASURED", tmp_path / "none.json")
-    assert choose_efficiency("gla-340m", "h200", 4096, measured_steps()) == (0.5, "assumed, since no record of a training step is there")
+    assert choose_efficiency("gla-340m", "h200", 4096, measured_steps()) == (0.5, "assumed, since no training step was measured")
     parts = list(table.render(run(batch_tokens=2**17), 16, Wanted(context=1, tensor=1)))
     lines = [part for part in parts if isinstance(part, str)]
     assert all(len(part.header) <= 7 for part in parts if isinstance(part, Table))
     assert "torchrun --nnodes 2 --nproc-per-node 8 -m headmax train softmax-gla-340m --data DATA --out RUN " in "\n".join(lines)
     assert any("assumed" in line for line in lines)
     assert any(line.startswith("* with a larger batch") for line in lines)
-    assert lines[-1] == "check: no record of a step of this model on this card"
+    assert lines[-1] == "check: this model has not been measured on this GPU"
 
 
 def test_h20_is_not_h200() -> None:

@@ -52,7 +52,7 @@ def test_a_checkpoint_answers_turn_by_turn(folder: Path, typed: Callable, capsys
     out, err = capsys.readouterr()
     first, second, third = expected([line for line in LINES if line], "Be brief", 12, 3)
     assert out == f"{first}\n{second}\n{third}\n{first}\n"
-    counts = [(int(known), int(read)) for known, read in re.findall(r"headmax: (\d+) tokens known, (\d+) tokens read", err)]
+    counts = [(int(known), int(read)) for known, read in re.findall(r"headmax: (\d+) tokens cached, read (\d+) tokens", err)]
     lengths = [known + read for known, read in counts]
     assert [known for known, _ in counts] == [0, lengths[0], lengths[1], lengths[0]], "each turn goes on after the prompt before it"
 
@@ -80,7 +80,7 @@ def test_options_and_addresses_that_do_not_fit(folder: Path, typed: Callable) ->
     with pytest.raises(ValueError, match="--api-key and --model are for a server"):
         chat(str(folder), model="x")
     typed("a")
-    with pytest.raises(ValueError, match="no chat template: continue texts"):
+    with pytest.raises(ValueError, match="no chat template: continue texts instead"):
         chat(str(folder), device="cpu")
 
 

@@ -309,7 +309,7 @@ def test_a_key(alone: Alone) -> None:
 
 
 def test_without_a_template_or_a_tokenizer() -> None:
-    with serving(template=None) as server, pytest.raises(openai.BadRequestError, match="no chat template: continue texts"):
+    with serving(template=None) as server, pytest.raises(openai.BadRequestError, match="no chat template: continue texts instead"):
         server.client.chat.completions.create(model="tiny", messages=CHAT)
 
 

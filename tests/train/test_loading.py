@@ -67,7 +67,7 @@ def test_a_run_is_a_checkpoint(run: tuple[Path, HeadmaxForCausalLM], caplog: pyt
 def test_every_command_takes_a_run(run: tuple[Path, HeadmaxForCausalLM], headmax: Any, tmp_path: Path) -> None:
     path, model = run
     code, _, said = headmax("generate", path, "--prompt", "w3 w4", "--greedy", "--max-new-tokens", 3, "--device", "cpu")
-    assert (code, "2 tokens read" in said) == (0, True), said
+    assert (code, "read 2 tokens" in said) == (0, True), said
     code, out, said = headmax("inspect", path, "--text", "w3 w4 w5", "--out", tmp_path / "r.html")
     assert (code, "3 tokens" in out) == (0, True), said
     code, out, said = headmax("convert", path, tmp_path / "hf")

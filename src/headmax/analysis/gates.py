@@ -95,10 +95,10 @@ class Trace:
 
 @torch.no_grad()
 def trace(model: HeadmaxForCausalLM, ids: Tensor, tokens: Sequence[str], name: str) -> Trace:
-    """The gates of `model` on `ids` [time], whose texts are `tokens`. No logits are computed."""
+    """The gates of `model` on token ids [time], with `tokens` their texts. No logits are computed."""
     config = model.config.head_gate
     if not isinstance(config, HeadGateConfig):
-        raise ValueError(f"{name}: the model has no head gates (head_gate is None)")
+        raise ValueError(f"{name}: the model has no head gates (head_gate is None); take one of a softmax recipe")
     if ids.ndim != 1 or len(ids) != len(tokens) or not len(ids):
         raise ValueError(f"{name}: ids must be [time > 0] with a text for each, got {list(ids.shape)} and {len(tokens)} texts")
     if int(ids.max()) >= model.config.vocab_size:

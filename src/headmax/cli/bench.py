@@ -156,7 +156,7 @@ def train(
     The plain backbone and its softmax twin take turns; then the other library, then a Transformer.
 
     Args:
-        recipe: the model, named by its softmax twin or its plain backbone.
+        recipe: the model: its softmax recipe or its plain one.
         peer: what to compare with: fla is flash-linear-attention's model without gates, as it is and compiled.
         grid: sequence lengths x batch sizes.
         rounds: timed steps of each model, interleaved.
@@ -201,7 +201,7 @@ def decode(
     The plain backbone and its softmax twin take turns; then the others, each in its own process.
 
     Args:
-        recipe: the model, named by its softmax twin or its plain backbone.
+        recipe: the model: its softmax recipe or its plain one.
         peer: what to compare with, through generate: fla is flash-linear-attention; hf is the softmax model and Llama, both compiled.
         batches: batch sizes.
         prompts: context lengths before the timed steps; the first is also the prompt length of whole generations.

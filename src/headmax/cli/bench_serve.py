@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from headmax.cli.bench import say
-from headmax.cli.options import Checkpoint, Device, File, Name, Seconds, at_least, find_device, metavar
+from headmax.cli.options import Checkpoint, Device, File, Key, Name, Seconds, at_least, find_device, metavar
 from headmax.cli.serve import KEY
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def serve(
     max_batch: int = 64,
     deterministic: bool = False,
     model: Name = None,
-    api_key: Name = None,
+    api_key: Key = None,
     device: Device = "auto",
     dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, metavar("{float32,bfloat16,float16}")] = None,
     seed: int = 0,
@@ -41,26 +41,26 @@ def serve(
 ) -> None:
     """Time a server under a trace of requests, against transformers' generate in batches.
 
-    Conversations begin at random moments; each turn adds a prompt to all that came before it.
+    Conversations start at random times; each turn adds a prompt to the conversation so far.
 
     Args:
-        target: a checkpoint, which is served for the measurement, or the address of a server with OpenAI's interface.
+        target: a checkpoint to serve and measure, or the address of a server with an OpenAI-compatible API.
         peer: what to compare with: hf is the same checkpoint through transformers' generate, in batches of the waiting requests.
         conversations: number of conversations.
-        rate: conversations that begin per second, on average; inf for all at once.
+        rate: conversations that start per second, on average; inf for all at once.
         turns: requests per conversation, each after the answer to the one before.
         prompt: tokens that each turn adds.
         new_tokens: tokens per answer.
-        documents: texts that conversations begin with, each shared by some; 0 for none.
+        documents: number of documents that conversations start with, each shared by some; 0 for none.
         document: tokens of a document.
         words: send English words instead of token ids, with OpenAI's fields only; answers may then be shorter.
         vocabulary: token ids are drawn below this; a checkpoint's own unless an address is given.
-        goal_first: goodput goal for the time to the first token.
-        goal_per_token: goodput goal for the mean time of each further token.
-        max_batch: requests generated at a time, by a checkpoint's server and by the peer.
+        goal_first: goal for the time to the first token, for goodput.
+        goal_per_token: goal for the mean time per further token, for goodput.
+        max_batch: maximum batch of a checkpoint's server and of the peer.
         deterministic: serve the checkpoint with --deterministic.
-        model: which model of a server; its first unless given.
-        api_key: what the server wants as a bearer token; or the environment variable HEADMAX_API_KEY.
+        model: model of the server; its first unless given.
+        api_key: bearer token for the server; or set the environment variable HEADMAX_API_KEY.
         device: where a checkpoint runs; auto takes a GPU if there is one.
         dtype: precision of a checkpoint's weights; bfloat16 on a GPU and float32 on a CPU unless given.
         seed: random seed of the prompts and their arrival times.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Annotated, Literal
 
-from headmax.cli.options import Checkpoint, Device, File, Name, Number, OptionalCheckpoint, Text, find_device, metavar
+from headmax.cli.options import Checkpoint, Device, File, Key, Name, Number, OptionalCheckpoint, Text, find_device, metavar
 from headmax.cli.serve import KEY
 
 
@@ -18,7 +18,7 @@ def chat(
     temperature: float = 1.0,
     top_p: float = 1.0,
     seed: Number = None,
-    api_key: Name = None,
+    api_key: Key = None,
     model: Name = None,
     chat_template: File = None,
     tokenizer: OptionalCheckpoint = None,
@@ -26,25 +26,25 @@ def chat(
     dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, metavar("{float32,bfloat16,float16}")] = None,
     max_length: Number = None,
 ) -> None:
-    """Talk to a checkpoint or to a server, in the terminal.
+    """Chat with a checkpoint or a server, in the terminal.
 
-    Each line is a turn; /new forgets the conversation. Ctrl-C ends a reply, Ctrl-D the conversation.
+    Each line is a turn; /new starts a new conversation. Ctrl-C ends a reply, Ctrl-D the chat.
 
     Args:
-        target: a checkpoint as `headmax generate` takes it, or the address of a server with OpenAI's interface, such as http://127.0.0.1:8000.
-        system: text that every conversation begins with, in the role of the system.
-        max_new_tokens: most tokens of a reply.
+        target: a model folder, run or hub model, or the address of a server with an OpenAI-compatible API, such as http://127.0.0.1:8000.
+        system: system prompt.
+        max_new_tokens: maximum number of tokens of a reply.
         greedy: always choose the most likely token.
         temperature: divide the logits by this; below 1 sharpens the distribution.
         top_p: keep the smallest set of most likely tokens with at least this total probability.
         seed: random seed; unless given, each call differs.
-        api_key: what a server wants as a bearer token; the environment variable HEADMAX_API_KEY does not show in lists of processes.
-        model: which model of a server; its first unless given.
-        chat_template: file with a Jinja template, in place of the tokenizer's; for a checkpoint.
-        tokenizer: checkpoint or folder with the tokenizer, if the model has none; for a checkpoint.
+        api_key: bearer token for the server; the environment variable HEADMAX_API_KEY keeps it out of process lists.
+        model: model of the server; its first unless given.
+        chat_template: for a checkpoint: file with a Jinja template, instead of the tokenizer's.
+        tokenizer: for a checkpoint: folder with the tokenizer, if the model has none.
         device: where a checkpoint runs; auto takes a GPU if there is one.
         dtype: precision of a checkpoint's weights; bfloat16 on a GPU and float32 on a CPU unless given.
-        max_length: longest conversation in tokens, which only checkpoints with attention layers need.
+        max_length: longest conversation in tokens; only checkpoints with attention layers need it.
     """
     import secrets
 

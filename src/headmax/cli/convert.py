@@ -14,14 +14,14 @@ def convert(
     /,
     to: Annotated[Literal["headmax", "fla", "hf"] | None, metavar("{headmax,fla}")] = None,
 ) -> None:
-    """Turn a run, or a model of flash-linear-attention, into a model folder.
+    """Convert a run, or a flash-linear-attention checkpoint, to a model folder.
 
     The weights stay the same, bit for bit.
 
     Args:
         source: a run of `headmax train`, or a folder with config.json and safetensors files.
         out: folder to write, new or empty; for a run, SOURCE/hf unless given.
-        to: headmax, the default, reads a run or a RetNet, GLA, Gated DeltaNet or Transformer of flash-linear-attention; fla writes one.
+        to: format to write: headmax, the default, or fla for a RetNet, GLA, Gated DeltaNet or Transformer.
     """
     from headmax.models.convert import from_fla, to_fla
     from headmax.train.export import to_hf

@@ -31,8 +31,8 @@ def prepare(
     Args:
         inputs: .txt, .jsonl or .parquet files, also .gz, .xz or .zst; folders of them; hf:owner/name[:configuration][@split].
         out: folder to write.
-        valid: inputs to validate on, as above.
-        valid_fraction: share of documents to hold out for validation, instead of --valid.
+        valid: inputs for validation, as above.
+        valid_fraction: share of documents held out for validation, as an alternative to --valid.
         tokenizer: `mistral`, a tokenizer.json, or a folder with one.
         document_token: token that starts every document; the tokenizer's start-of-text token unless given.
         text_key: field of a JSON line, or column of a table, that holds the text.
@@ -76,15 +76,16 @@ def prepare(
 def _tell(out: Path, index: Index) -> None:
     for split, shards in index.splits.items():
         if shards:
-            print(f"headmax: {out}: {split} {index.tokens(split):,} tokens, {index.documents(split):,} documents, {len(shards)} shards")
+            counts = ((index.tokens(split), "token"), (index.documents(split), "document"), (len(shards), "shard"))
+            print(f"headmax: {out}: {split}", ", ".join(f"{n:,} {name}{'' if n == 1 else 's'}" for n, name in counts))
 
 
 def merge(parts: Annotated[tuple[Path, ...], metavar("PART [PART ...]")], /, out: OutFolder) -> None:
-    """Put parts of `headmax data prepare --part` together.
+    """Merge the parts of `headmax data prepare --part`.
 
     Args:
-        parts: folders of all parts, in any order; they stay, and may be deleted.
-        out: folder to write, with links to the files of the parts.
+        parts: folders of all parts, in any order; they may be deleted afterwards.
+        out: folder to write, with hard links to the files of the parts.
     """
     from headmax.data.parts import merge
 

@@ -15,7 +15,7 @@ def demo(seed: int = 0, steps: int = 190, out: OutFolder = Path("runs/demo"), re
     Args:
         seed: random seed for initialisation, data order and sampling.
         steps: training steps per model, of 4,096 tokens each; 190 take about a minute on two cores.
-        out: folder for data, runs, picture, report and records; rerun to resume, other settings start over.
+        out: folder for data, runs, plot, report and records; rerun to resume, or with other settings to start over.
         record: also append the records to this file.
     """
     from headmax.demo.code import run
@@ -40,7 +40,7 @@ def recall(
         pairs: key-value pairs to remember.
         key: width of a head's query and key.
         steps: training steps per model.
-        out: folder for runs, picture, report and records; rerun to resume, other settings start over.
+        out: folder for runs, plot, report and records; rerun to resume, or with other settings to start over.
         record: also append the records to this file.
     """
     import torch

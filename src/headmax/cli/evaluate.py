@@ -45,12 +45,12 @@ def evaluate(
         checkpoint: a model folder, a run of `headmax train`, or a model on the Hugging Face hub.
         tasks: tasks, or the groups commonsense, retrieval, niah and mqar.
         data_dir: folder with the tasks' files; downloaded from the Hugging Face hub unless given.
-        haystack: text to hide needles in, a file or `generated`; RULER's essays from the hub unless given.
+        haystack: text to hide needles in: a file, or `generated`; RULER's essays from the hub unless given.
         limit: evaluate only the first N documents of each task.
         out: append the records to this file; records.jsonl in the work folder unless given.
         device: where to run; auto takes a GPU if there is one.
         dtype: precision of the weights; bfloat16 on a GPU and float32 on a CPU unless given.
-        max_length: longest input in tokens; longer ones are cut and counted in the report. No limit unless given, 4096 for retrieval.
+        max_length: longest input in tokens; longer ones are cut and counted in the records. No limit unless given; 4096 for retrieval.
         stage: run one stage only; `score` needs nothing but torch, transformers and the work folder.
         work: folder for requests.jsonl and scores.jsonl; runs/eval/MODEL unless given.
         tokenizer: checkpoint or folder with the tokenizer, if the model has none.
@@ -82,7 +82,7 @@ def tables(
 
     Args:
         records: files with records of `headmax eval`.
-        scale: take models of this scale, by the end of their names.
+        scale: show models whose names end in this, such as 340m.
         form: output format.
         out: write to this file instead of standard output.
     """

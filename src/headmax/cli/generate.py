@@ -38,7 +38,7 @@ def generate(
         checkpoint: a model folder, a run of `headmax train`, or a model on the Hugging Face hub.
         prompt: text to continue.
         file: file with the text to continue.
-        max_new_tokens: most tokens to generate; the end-of-text token stops earlier.
+        max_new_tokens: maximum number of tokens to generate; the end-of-text token stops earlier.
         greedy: always choose the most likely token.
         temperature: divide the logits by this; below 1 sharpens the distribution.
         top_k: keep only this many of the most likely tokens.
@@ -53,7 +53,7 @@ def generate(
         device: where to run; auto takes a GPU if there is one.
         dtype: precision of the weights; bfloat16 on a GPU and float32 on a CPU unless given.
         state_dtype: precision of the recurrent states.
-        max_length: longest text in tokens, which only models with attention layers need.
+        max_length: longest text in tokens; only models with attention layers need it.
         compile: compile the model first; slower to start, faster per token on a CPU.
     """
     import torch

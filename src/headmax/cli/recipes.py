@@ -33,14 +33,14 @@ def recipes() -> None:
 
 @dataclass(frozen=True)
 class Spread:
-    """As `headmax train` has it; what is not given is chosen."""
+    """As in `headmax train`; what is not given is chosen."""
 
     strategy: Annotated[Literal["ddp", "fsdp"] | None, metavar("{ddp,fsdp}", "--parallel")] = None
     """ddp replicates the model; fsdp (FSDP2) shards parameters, gradients and optimizer states."""
     shard: Number = None
     """GPUs over which fsdp shards a copy of the model, such as those of a node."""
     context: Number = None
-    """GPUs that share each sequence, a piece each."""
+    """GPUs that share each sequence, a segment each."""
     tensor: Number = None
     """GPUs that share the heads, the columns of each MLP and the vocabulary."""
 
@@ -63,7 +63,7 @@ def plan(
 ) -> None:
     """Estimate memory, step time and GPU-hours of a training run; find the best mesh.
 
-    On 1 to 1,024 GPUs, with what they send each other.
+    For 1 to 1,024 GPUs, with the communication of each mesh dimension.
 
     Args:
         recipe: the model to train; `headmax recipes` lists them.

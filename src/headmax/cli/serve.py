@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Annotated, Literal
 
-from headmax.cli.options import Checkpoint, Device, File, Folder, Name, OptionalCheckpoint, Seconds, Size, metavar
+from headmax.cli.options import Checkpoint, Device, File, Folder, Key, Name, OptionalCheckpoint, Seconds, Size, metavar
 
 KEY = "HEADMAX_API_KEY"
 
@@ -18,7 +18,7 @@ def serve(
     max_batch: int = 16,
     prefix_cache: Size = 2 * 2**30,
     deterministic: bool = False,
-    api_key: Name = None,
+    api_key: Key = None,
     name: Name = None,
     max_length: int = 32768,
     queue: int = 256,
@@ -36,28 +36,28 @@ def serve(
     dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, metavar("{float32,bfloat16,float16}")] = None,
     state_dtype: Literal["float32", "bfloat16"] = "float32",
 ) -> None:
-    """Answer requests over HTTP as OpenAI's interface does, many at a time.
+    """Serve a model over HTTP, with an OpenAI-compatible API.
 
     Args:
         checkpoint: a model folder, a run of `headmax train`, or a model on the Hugging Face hub.
-        host: address to listen on; 0.0.0.0 is every one this machine has.
-        port: port to listen on; 0 takes a free one.
-        max_batch: most texts that are generated at a time; more wait.
-        prefix_cache: device memory for states of texts read before; 0 turns the prefix cache off.
-        deterministic: the same request gives the same bits, whatever else is served and cached.
-        api_key: what callers must send as a bearer token; the environment variable HEADMAX_API_KEY does not show in lists of processes.
-        name: what requests call the model; the checkpoint's last path component unless given.
-        max_length: longest text in tokens, prompt included; memory is taken for it only in models with attention layers.
-        queue: most prompts that wait; more are answered with status 503.
-        timeout: seconds a request may take, waiting included.
-        drain: seconds that requests under way have to end after SIGTERM.
-        max_body: largest body of a request.
-        prefix_cache_host: host memory for states that no longer fit the device's.
-        prefix_folder: folder to keep states in across restarts.
-        prefix_folder_size: most disk space it takes.
-        chunk: states are kept after multiples of this many tokens.
-        piece: most tokens of prompts to read between two steps of those that generate; a chunk at least.
-        chat_template: file with a Jinja template, in place of the tokenizer's.
+        host: address to listen on; 0.0.0.0 for all network interfaces.
+        port: port to listen on; 0 for a free one.
+        max_batch: maximum number of texts generated at the same time; further requests wait.
+        prefix_cache: device memory for the prefix cache, which keeps states of texts read before; 0 turns it off.
+        deterministic: give the same request the same bits, whatever else is served or cached.
+        api_key: bearer token that clients must send; the environment variable HEADMAX_API_KEY keeps it out of process lists.
+        name: model name in requests; the checkpoint's last path component unless given.
+        max_length: longest text in tokens, prompt included; it takes memory only in models with attention layers.
+        queue: maximum number of waiting prompts; further requests get status 503.
+        timeout: time limit of a request, waiting included.
+        drain: seconds that running requests have to finish after SIGTERM.
+        max_body: maximum size of a request.
+        prefix_cache_host: host memory for states that no longer fit into --prefix-cache.
+        prefix_folder: folder that keeps states across restarts.
+        prefix_folder_size: maximum size of the prefix folder.
+        chunk: the prefix cache keeps states at multiples of this many tokens.
+        piece: maximum number of prompt tokens to read between two decoding steps; at least --chunk.
+        chat_template: file with a Jinja template, instead of the tokenizer's.
         tokenizer: checkpoint or folder with the tokenizer, if the model has none.
         device: where to run; auto takes a GPU if there is one.
         dtype: precision of the weights; bfloat16 on a GPU and float32 on a CPU unless given.

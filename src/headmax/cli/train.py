@@ -149,12 +149,12 @@ def build_train(arguments: list[str]) -> Callable[..., None]:
         """Train the model of a recipe, with torchrun on several GPUs; rerun to resume.
 
         Args:
-            recipe: a model and its training settings; `headmax recipes` lists them.
+            recipe: a model with its training settings; `headmax recipes` lists them.
             out: folder of the run, for checkpoints, metrics.jsonl and summary.json.
             data: folder that `headmax data prepare` wrote, or a .jsonl of conversations; recipes of recall tasks need none.
-            mix: further folders with their shares of the samples, as in books=0.3; --data has the rest.
-            checkpoint: go on from a trained model; a softmax recipe gives gates, which start as 1, to a model without.
-            tokenizer: folder with the tokenizer whose chat template formats conversations; the --from checkpoint's unless given.
+            mix: further folders with their shares of the samples, as in books=0.3; --data provides the rest.
+            checkpoint: start from a trained model or run; a softmax recipe adds gates, which start as 1, to a model without.
+            tokenizer: folder with a tokenizer whose chat template formats conversations; that of the --from checkpoint unless given.
             task: size of the recall task, which sets the vocabulary and the numbers of tokens.
         """
         from headmax.train.live import Live
@@ -188,7 +188,7 @@ def build_train(arguments: list[str]) -> Callable[..., None]:
 
 
 def curves(run: Annotated[Path, metavar("RUN")], /, out: OutFolder = Path("curves"), name: Name = None, record: File = None) -> None:
-    """Plot a run: loss, validation, gradient norm, speed, gates.
+    """Plot a training run: loss, validation, gradient norm, speed, gates.
 
     Args:
         run: folder that `headmax train` wrote.

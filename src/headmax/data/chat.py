@@ -64,7 +64,7 @@ class Chats:
 
     def __init__(self, file: Path, tokenizer: Any, *, length: int, seed: int) -> None:
         if getattr(tokenizer, "chat_template", None) is None:
-            raise ValueError(f"{file}: the tokenizer has no chat template to write conversations with")
+            raise ValueError(f"{file}: the tokenizer has no chat template; name a tokenizer with one (--tokenizer)")
         self.file, self.vocab_size, self.length, self.seed = file, len(tokenizer), length, seed
         read, template = [], Chat(tokenizer)
         for number, messages in enumerate(read_chats(file), 1):

@@ -43,7 +43,7 @@ class PrepareConfig:
     valid: tuple[str, ...] = ()
     """Validation data, likewise."""
     valid_fraction: float = 0.0
-    """Instead: the fraction of documents to hold out, chosen by a hash of the text, so that duplicates stay together."""
+    """Alternatively, the share of documents to hold out, chosen by a hash of the text, so that duplicates stay together."""
     tokenizer: str = "mistral"
     """"mistral", a tokenizer.json, or a folder with one."""
     document_token: str | None = None
@@ -52,7 +52,7 @@ class PrepareConfig:
     max_tokens: int | None = None
     """Stop at this many training tokens."""
     shard_tokens: int = 100_000_000
-    """Tokens at which a shard is complete."""
+    """Tokens per shard."""
     part: str | None = None
     """"3/8" prepares the third of eight parts, for `headmax data merge`."""
 
@@ -286,6 +286,7 @@ def _no_documents(config: PrepareConfig, use: Literal["training", "validation"],
     """Why there are no documents for a split, and what to do."""
     message = f"no documents for {use} in {' '.join(config.inputs + config.valid)}"
     if not config.valid_fraction:
-        return f"{message}: no text there; give other inputs"
+        return f"{message}: they hold no text"
     change = "larger" if use == "validation" else "smaller"
-    return f"{message}: valid_fraction {config.valid_fraction:g} of {documents} leaves none; give a {change} one, or inputs with valid"
+    share = f"a valid_fraction of {config.valid_fraction:g} leaves none of {documents} documents"
+    return f"{message}: {share}; give a {change} one, or separate inputs for validation (--valid)"

@@ -9,9 +9,7 @@ from typing import Any
 
 from headmax.data.tokenizer import encode_text
 
-NO_TEMPLATE = (
-    "this model's tokenizer has no chat template: continue texts with it, by /v1/completions, or give it one by --chat-template FILE"
-)
+NO_TEMPLATE = "this model's tokenizer has no chat template: continue texts instead (/v1/completions), or give one with --chat-template FILE"
 
 
 class Chat:

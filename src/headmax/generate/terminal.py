@@ -37,7 +37,7 @@ class Shown:
         first = self.times[min(1, len(self.times) - 1)] - self.times[0]
         taken = self.times[-1] - self.times[0] - first
         rate = f"{(count - 1) / taken:,.1f} tokens/s" if count > 1 else "no rate"
-        return f"{read:,} tokens read, the first new one after {first:.2f} s, {count:,} new ones at {rate}; ended by {finish}"
+        return f"read {read:,} tokens, first new token after {first:.2f} s, generated {count:,} tokens at {rate}; finish reason: {finish}"
 
 
 def continue_text(engine: Engine, prompt: str, prefix: PrefixState | None, settings: Settings) -> Completion:
@@ -75,4 +75,4 @@ def keep(engine: Engine, prompt: str, prefix: PrefixState | None, path: Path) ->
     """Reads the prompt and keeps what the model then remembers in a file."""
     read = engine.prefill(prompt, prefix)
     read.save(path)
-    print(f"headmax: wrote {path}: {len(read):,} tokens, {read.nbytes() / 2**20:.1f} MiB", file=sys.stderr)
+    print(f"headmax: wrote {path}: {len(read):,} tokens, {read.nbytes() / 2**10:,.1f} KiB", file=sys.stderr)

@@ -53,17 +53,17 @@ def choose_efficiency(recipe: str, card: str, length: int, steps: Sequence[Measu
     family = [s for s in steps if s.recipe.removeprefix("softmax-").split("-")[0] == plain.split("-")[0]]
     for kind, same in (
         ("", [s for s in twins if s.recipe == recipe and s.card == card]),
-        ("its twin, ", [s for s in twins if s.card == card]),
-        ("another card, ", twins),
-        ("another size, ", [s for s in family if s.card == card]),
-        ("another model, ", [s for s in steps if s.card == card]),
-        ("another model and card, ", list(steps)),
+        ("with or without gates, ", [s for s in twins if s.card == card]),
+        ("on another GPU, ", twins),
+        ("of another size, ", [s for s in family if s.card == card]),
+        ("of another model, ", [s for s in steps if s.card == card]),
+        ("of another model, on another GPU, ", list(steps)),
     ):
         if same:
             nearest = min(abs(math.log(s.length / length)) for s in same)
             close = [s for s in same if abs(math.log(s.length / length)) == nearest]
             return statistics.median(s.efficiency for s in close), f"measured ({kind}{', '.join(sorted({s.source for s in close})[:2])})"
-    return ASSUMED_EFFICIENCY, "assumed, since no record of a training step is there"
+    return ASSUMED_EFFICIENCY, "assumed, since no training step was measured"
 
 
 def check(recipe: str, card: str, length: int, steps: Sequence[Measured]) -> str | None:

@@ -23,6 +23,7 @@ def render(run: TrainingJob, gpus: int, wanted: Wanted = ANY) -> Iterator[str | 
     asked = ways(run, work, efficiency, gpus, wanted) or refuse(run, work, efficiency, gpus, wanted)
     yield from introduction(run, work)
     yield f"efficiency {efficiency:.2f}: {source}"
+    yield "micro-batch: sequences x accumulation steps; memory is per GPU"
 
     rows, grown = {gpus: asked[0]}, set[int]()
     for number in {2**n for n in range(MAX_GPUS.bit_length())} - {gpus}:
@@ -35,13 +36,12 @@ def render(run: TrainingJob, gpus: int, wanted: Wanted = ANY) -> Iterator[str | 
             rows[number] = found[0]
     yield best(rows, grown, gpus)
     if grown & set(rows):
-        yield "* with a larger batch: the least that so many GPUs can share"
+        yield "* with a larger batch, the smallest that so many GPUs can share"
     yield exchanged(rows, gpus)
-    yield "bytes that a GPU sends in a step, and how long the step waits for them"
     if len(asked) > 1:
         yield others(asked, gpus)
     yield from details(run, work, asked[0])
-    yield f"check: {check(run.recipe.name, run.cluster.name, run.length, steps) or 'no record of a step of this model on this card'}"
+    yield f"check: {check(run.recipe.name, run.cluster.name, run.length, steps) or 'this model has not been measured on this GPU'}"
 
 
 def refuse(run: TrainingJob, work: Work, efficiency: float, gpus: int, wanted: Wanted) -> list[Estimate]:
@@ -67,7 +67,7 @@ def introduction(run: TrainingJob, work: Work) -> Iterator[str]:
 def best(rows: dict[int, Estimate], grown: set[int], gpus: int) -> Table:
     """One row for each number of GPUs."""
     table = Table(("GPUs", "best mesh", "micro-batch", "memory", "step", "days", "GPU-hours"), align="lll" + "r" * 4)
-    table.title = "The best mesh"
+    table.title = "The best mesh for each number of GPUs"
     for number, way in sorted(rows.items()):
         batch = f"{way.micro_batch} x {way.accumulation}" + (", checkpointing" if way.checkpointing else "")
         row = [f"{number}*" if number in grown else str(number), str(way.mesh), batch, gigabytes(sum(way.memory.values()))]
@@ -78,7 +78,7 @@ def best(rows: dict[int, Estimate], grown: set[int], gpus: int) -> Table:
 
 def exchanged(rows: dict[int, Estimate], gpus: int) -> Table:
     """What each direction of those meshes costs."""
-    table = Table(("GPUs", "best mesh", *DIRECTIONS), title="What it sends")
+    table = Table(("GPUs", "best mesh", *DIRECTIONS), title="Communication per GPU and step: bytes, waiting")
     for number, way in sorted(rows.items()):
         costs = [way.costs.get(direction) for direction in DIRECTIONS]
         table.rows.append([str(number), str(way.mesh), *(f"{size(c.sent)}, {duration(c.waiting)}" if c else "" for c in costs)])
@@ -88,9 +88,8 @@ def exchanged(rows: dict[int, Estimate], gpus: int) -> Table:
 
 def others(asked: list[Estimate], gpus: int) -> Table:
     """The best way and the next ones."""
-    table = Table(
-        ("mesh", "micro-batch", "memory", "step", "waiting", "days"), align="ll" + "r" * 4, title=f"Ways with {gpus} GPUs", bold=[0]
-    )
+    table = Table(("mesh", "micro-batch", "memory", "step", "waiting", "days"), align="ll" + "r" * 4, bold=[0])
+    table.title = f"The best meshes for {gpus} GPUs"
     for way in asked[: OTHERS + 1]:
         batch = f"{way.micro_batch} x {way.accumulation}" + (", checkpointing" if way.checkpointing else "")
         row = [str(way.mesh), batch, gigabytes(sum(way.memory.values())), duration(way.step)]

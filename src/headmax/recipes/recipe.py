@@ -96,6 +96,7 @@ class Recipe:
         train, index = self.train, Index.read(data)
         source = TokenShards(data, length=train.sequence_length, seed=train.seed, documents=train.documents)
         if index.tokens("valid") < train.sequence_length:
-            logger.warning("%s: no validation, as only %d tokens are held out", data, index.tokens("valid"))
+            held_out, length = index.tokens("valid"), train.sequence_length
+            logger.warning("%s: no validation: %d tokens are held out, fewer than a sequence of %d", data, held_out, length)
             return source, None
         return source, TokenShards(data, length=train.sequence_length, seed=0, documents=train.documents, split="valid")

@@ -1,4 +1,4 @@
-"""What a client of OpenAI's interface must know: addresses, events of a stream, errors."""
+"""What a client of an OpenAI-compatible API must know: addresses, events of a stream, errors."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Local:
 
 
 class Remote:
-    """A server with OpenAI's interface."""
+    """A server with an OpenAI-compatible API."""
 
     def __init__(self, http: httpx2.Client, model: str | None, fields: dict[str, Any]) -> None:
         """`fields` go into every request; without a `model` the first that the server has is taken."""
@@ -137,5 +137,5 @@ def show_reply(partner: Partner, messages: Messages) -> str:
         return "".join(parts)
     print(flush=True)
     line = shown.summary(usage.generated, usage.finish, usage.prompt - usage.cached)
-    print(f"headmax: {usage.cached:,} tokens known, {line}", file=sys.stderr)
+    print(f"headmax: {usage.cached:,} tokens cached, {line}", file=sys.stderr)
     return "".join(parts)

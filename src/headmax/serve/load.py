@@ -87,7 +87,7 @@ class Answerer(Protocol):
 
 
 class Endpoint:
-    """A server with OpenAI's interface. With ids, it must know vLLM's fields `ignore_eos` and `return_token_ids`, as headmax does."""
+    """A server with an OpenAI-compatible API. With ids, it must know vLLM's fields `ignore_eos` and `return_token_ids`, as headmax does."""
 
     def __init__(self, http: httpx2.AsyncClient, model: str) -> None:
         self.http, self.model = http, model
