@@ -413,9 +413,9 @@ def test_mixers() -> None:
 @pytest.mark.parametrize("given", [None, "gpt2", torch.nn.Linear])
 def test_what_is_no_model(given: Any, tmp_path: Path) -> None:
     for name, function in (("softmaxify", softmaxify), ("accelerate", accelerate)):
-        refused(f"^{name}: model must be a torch.nn.Module", lambda function=function: function(given))
-    refused("^save_gates: model must be a torch.nn.Module", lambda: save_gates(given, tmp_path))
-    refused("^load_gates: model must be a torch.nn.Module", lambda: load_gates(given, tmp_path))
+        refused(f"^{name}: model must be a loaded model", lambda function=function: function(given))
+    refused("^save_gates: model must be a loaded model", lambda: save_gates(given, tmp_path))
+    refused("^load_gates: model must be a loaded model", lambda: load_gates(given, tmp_path))
 
 
 def test_gates_that_cannot_be_loaded_are_not_saved(tmp_path: Path) -> None:
