@@ -50,7 +50,8 @@ class Loaded:
             return token_id
         special = [token.content for token in self.tokenizer.get_added_tokens_decoder().values() if token.special]
         reason = "the tokenizer puts no token before a text" if name is None else f"there is no token {name!r}"
-        raise ValueError(f"document_token: {reason}; choose one of its special tokens: {' '.join(special) or 'none'}")
+        choice = f"special tokens: {' '.join(special)}" if special else "tokens"
+        raise ValueError(f"document_token: {reason}; choose one of its {choice}")
 
 
 def load(name: str) -> Loaded:
