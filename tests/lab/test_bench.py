@@ -9,7 +9,7 @@ import torch
 
 from headmax import records
 from headmax.bench.train import groups
-from lab.bench.endure import Memory
+from lab.bench.endure import Memory, equal
 from lab.bench.train import kind_of, peers
 from tests.command_line import Called
 
@@ -82,6 +82,33 @@ def test_growth_of_memory_is_told_from_its_beginning_and_from_noise() -> None:
     for grows in (0.0, 30.0):
         slope, error = memory(grows).growth()
         assert abs(slope - grows) < 3 * error < 3
+
+
+def test_checkpoints_are_compared_bit_for_bit() -> None:
+    x = torch.tensor([1.0, 0.0, torch.nan])
+    assert equal(x, x.clone())
+    assert not equal(x, torch.tensor([1.0, -0.0, torch.nan]))
+    assert not equal(x, x.double())
+    assert not equal(x, x[None])
+    assert not equal(x, 3)
+    assert equal({"step": 3}, {"step": 3})
+
+
+def test_the_hour_on_record_is_the_one_of_the_docs() -> None:
+    root = Path(__file__).parents[2]
+    found = {record.case: record for record in records.read(root / "lab/results/long_runs.jsonl")}
+    text = (root / "SECURITY.md").read_text()
+    for part, done in (("serving", "requests"), ("evaluation", "evaluations"), ("training", "steps")):
+        record = found[f"memory of {part}"]
+        assert (record.extra["flat"], record.extra["seconds"], record.extra.get("failed", 0)) == (True, 3600, 0)
+        growth = f"{record.value:.1f} ± {2 * record.extra['standard error']:.1f} MiB"
+        assert f"{record.extra[done]:,} {done}" in text
+        assert f"| {record.extra['MiB'][-1]:.0f} MiB | {growth} |" in text
+    killed = found["training, killed"]
+    assert (killed.value, killed.extra["kills"]) == (1, 30)
+    assert f"all {killed.extra['tensors compared']:,} tensors of {killed.extra['checkpoints compared']} checkpoints" in text
+    assert killed.commit.startswith("6df6618")
+    assert "commit 6df6618" in text
 
 
 @pytest.mark.slow

@@ -116,13 +116,16 @@ class HeadmaxLM(TokenLM):
         Args:
             pretrained: a folder with config.json, safetensors files and a tokenizer.
             tokenizer: the tokenizer's folder, if it is not in `pretrained`.
-            device: cpu or cuda; unless given, cuda if available.
+            device: cpu or cuda; unless given, cuda if available. The harness passes cuda:0 where its caller names none, so that
+                means the CPU on a machine without a GPU.
             dtype: of the weights; unless given, bfloat16 on a GPU and float32 on a CPU.
             max_length: most tokens the model reads at a time; no limit unless given.
             batch_tokens: most tokens in one forward pass; unless given, 65,536 on a GPU and 16,384 on a CPU.
             batch_size: ignored, as is max_batch_size, which the harness passes too: sequences are packed by tokens.
         """
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        gpu = torch.cuda.is_available()
+        if device is None or (device == "cuda:0" and not gpu):
+            device = "cuda" if gpu else "cpu"
         model = load_model(pretrained, device, getattr(torch, dtype) if dtype else None)
         loaded = load_tokenizer(tokenizer or pretrained)
         super().__init__(loaded, Scorer(model, loaded, batch_tokens).answers, max_length)
