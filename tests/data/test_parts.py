@@ -1,6 +1,9 @@
 """Parts that several jobs prepare: together they are what one process makes."""
 
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -96,3 +99,22 @@ def test_parts_share_out_the_bytes() -> None:
         shares = [Part(n, parts).share(inputs) for n in range(1, parts + 1)]
         assert [source for share in shares for source in share] == inputs
         assert all(shares)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        *(({"part": part}, "part must be") for part in (2.1e16, [1.5, 2], [1], [1, 2, 3], [0, 3], [4, 3], [1, 2**60], "12", None)),
+        ({"contents": 3}, "contents must be"),
+        ({"valid_fraction": "x"}, "valid_fraction must be"),
+        ({"valid inputs": None}, "valid inputs must be"),
+    ],
+    ids=str,
+)
+def test_an_index_that_is_not_of_a_part_is_refused(change: dict[str, Any], said: str, prepared: Path, tmp_path: Path) -> None:
+    shutil.copytree(prepared / "part2", tmp_path / "part2")
+    index = json.loads((tmp_path / "part2/index.json").read_text())
+    (tmp_path / "part2/index.json").write_text(json.dumps(index | {"made_from": index["made_from"] | change}))
+    with pytest.raises(ValueError, match=rf"part2/index\.json: not (the index of a part|an index of prepared data): {said}"):
+        merge([prepared / "part1", tmp_path / "part2", prepared / "part3"], tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()

@@ -10,14 +10,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from headmax import durable
+from headmax import durable, fields
 from headmax.data.documents import Input
 from headmax.data.encoder import SPLITS
 from headmax.data.folder import CONTENTS, DATA, PART, SHARD_FILE
 from headmax.data.shards import INDEX, PROGRESS, Index, Shard
 from headmax.data.tokenizer import FILES
+
+MADE_FROM: dict[str, Any] = {PART: list[int], CONTENTS: list[Any], "valid_fraction": float | None, "valid inputs": list[Any]}
+"""What a merge reads of how a part was made."""
+MOST_PARTS = 1_000_000
 
 
 class Part(NamedTuple):
@@ -86,7 +90,7 @@ def _sorted(given: dict[Path, Index]) -> dict[Path, Index]:
     for folder, index in given.items():
         if PART not in index.made_from:
             raise ValueError(f"{folder}: not a part; make parts with `headmax data prepare --part`")
-        number, parts = index.made_from[PART]
+        number, parts = _part(folder, index)
         if number in numbers:
             raise ValueError(f"{folder}: part {number} of {parts} again, after {numbers[number]}; give each part once")
         numbers[number] = folder
@@ -95,6 +99,18 @@ def _sorted(given: dict[Path, Index]) -> dict[Path, Index]:
     if missing := sorted({*range(1, parts + 1)} - {*numbers}):
         raise ValueError(f"missing parts of {parts}: {', '.join(map(str, missing))}")
     return {numbers[number]: given[numbers[number]] for number in sorted(numbers)}
+
+
+def _part(folder: Path, index: Index) -> Part:
+    """Which part the folder says it is; ValueError if its index lacks what a merge reads."""
+    try:
+        fields.check(index.made_from, MADE_FROM, set(MADE_FROM), allow_unknown=True)
+        part = Part(*index.made_from[PART]) if len(index.made_from[PART]) == 2 else Part(0, 0)
+        if not 1 <= part.number <= part.parts <= MOST_PARTS:
+            raise ValueError(f"{PART} must be a number and how many parts there are, got {index.made_from[PART]}")
+    except ValueError as error:
+        raise ValueError(f"{folder / INDEX}: not the index of a part: {error}") from error
+    return part
 
 
 def _common(index: Index) -> Index:
