@@ -201,7 +201,13 @@ def test_metrics_that_are_none(content: str, said: str, run: Path, tmp_path: Pat
             train(tmp_path / "run", max_steps=3)
 
 
-@pytest.mark.parametrize("change", [{"stability": 3}, {"validation": 3}, {"skipped_steps": 3}, {"date": None}])
+EVENTS = {"count": 0, "steps": [], "definition": "d"}
+BAD_EVENTS = [EVENTS | {"count": []}, EVENTS | {"count": None}, EVENTS | {"count": "x"}, {}, None]
+BAD_SUMMARIES = [{"stability": {"loss_spikes": events, "gradient_peaks": EVENTS}} for events in BAD_EVENTS]
+BAD_SUMMARIES += [{"stability": {}}, {"stability": 3}, {"validation": 3}, {"validation": {}}, {"skipped_steps": 3}, {"date": None}]
+
+
+@pytest.mark.parametrize("change", BAD_SUMMARIES, ids=str)
 def test_a_summary_that_is_none(change: dict[str, Any], run: Path, tmp_path: Path) -> None:
     shutil.copytree(run, tmp_path / "run")
     summary = tmp_path / "run/summary.json"

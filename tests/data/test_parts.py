@@ -101,6 +101,15 @@ def test_parts_share_out_the_bytes() -> None:
         assert all(shares)
 
 
+def test_what_a_merge_left_that_was_killed_at_its_end_goes_with_the_next(prepared: Path, tmp_path: Path) -> None:
+    parts = [prepared / f"part{n}" for n in (1, 2, 3)]
+    index = merge(parts, tmp_path)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    (tmp_path / "progress.json").write_bytes(index.dump())
+    assert merge(parts, tmp_path) == index
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -247,14 +247,14 @@ def test_limits_of_an_engine() -> None:
     engine = Engine(make_model(), max_batch=2)
     with pytest.raises(ValueError, match=r"requests must be 1 to max_batch = 2 at a time, got 3"):
         engine.generate([Request([3])] * 3)
-    with pytest.raises(ValueError, match=r"0 requests"):
+    with pytest.raises(ValueError, match=r"requests must be 1 to max_batch = 2 at a time, got 0"):
         engine.generate([])
     nothing = engine.generate([Request([3], max_new_tokens=0), Request([4], max_new_tokens=2)])
     assert [len(c.tokens) for c in nothing] == [0, 2]
     assert engine.generate(Request([3], max_new_tokens=0))[0].finish == "length"
     with pytest.raises(ValueError, match="max_length must be given: the model has attention layers"):
         Engine(make_model("hybrid"))
-    with pytest.raises(ValueError, match="10 tokens and 6 more exceed max_length = 15"):
+    with pytest.raises(ValueError, match="10 tokens and 6 more exceed the engine's max_length = 15"):
         Engine(make_model("hybrid"), max_length=15).generate(Request(tokens(10), max_new_tokens=6))
     with pytest.raises(ValueError, match="max_batch must be an integer of at least 1, got 0"):
         Engine(make_model(), max_batch=0)

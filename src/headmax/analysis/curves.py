@@ -11,7 +11,7 @@ from typing import Any
 from headmax import durable, fields
 from headmax.analysis.style import save, styled, subplots
 from headmax.records import Record
-from headmax.train.metrics import SUMMARY, Line, read_lines
+from headmax.train.metrics import STABILITY, SUMMARY, Line, read_lines
 
 POINTS = 200
 """Most points of a curve."""
@@ -28,6 +28,10 @@ def downsample(lines: Sequence[Line], name: str, pick: Callable[[list[float]], f
     return [(part[-1]["tokens"], round(pick([line[name] for line in part]), 4)) for part in parts]
 
 
+EVENTS: dict[str, Any] = {"count": int, "steps": list[int], "definition": str}
+"""Of each kind of a summary's stability."""
+
+
 def gate_entropies(line: Line, gate: str) -> list[float]:
     """Entropy in each layer with this gate, as a fraction of the maximum."""
     return [round(health["entropy"], 4) for name, health in line["gates"].items() if name.endswith(f"/{gate}")]
@@ -41,6 +45,10 @@ def read_run(run: Path) -> tuple[dict[str, Any], list[Line]]:
     summary = durable.read_json(file)
     try:
         fields.check(summary, SUMMARY, set(SUMMARY), allow_unknown=True)
+        for kind in STABILITY:
+            fields.check(summary["stability"].get(kind), EVENTS, set(EVENTS))
+        if summary["validation"] is not None:
+            fields.check(summary["validation"], {"perplexity": float}, {"perplexity"}, allow_unknown=True)
     except ValueError as error:
         raise ValueError(f"{file}: not the summary of a run: {error}") from error
     lines = [line for line in read_lines(run / "metrics.jsonl") if not (line["skipped"] or None in (line["loss"], line["grad_norm"]))]

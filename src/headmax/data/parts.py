@@ -66,6 +66,7 @@ def merge(folders: Sequence[Path], out: Path) -> Index:
         if (out / INDEX).exists():
             if Index.read(out) != index:
                 raise ValueError(f"{out}: contains other data than these parts; choose another folder")
+            (out / PROGRESS).unlink(missing_ok=True)  # of a process that was killed right before that
             return index
         durable.write(out / PROGRESS, replace(index, splits=dict.fromkeys(SPLITS, ())).dump())
         for file in out.iterdir():
