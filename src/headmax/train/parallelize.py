@@ -67,7 +67,9 @@ class Replica:
             model.set_tensor_mesh(mesh["tensor"])
         model.model.set_context_group(world.context_group)  # 2
         if config.compute.activation_checkpointing:  # 3
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            # renamed in transformers 5.23, which warns of the old name; earlier ones have that alone
+            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+            enable({"use_reentrant": False})
         compiled = config.compute.compile
         if world.device.type == "cuda" if compiled is None else compiled:  # 4
             model.model.compile_blocks()
