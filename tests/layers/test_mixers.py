@@ -369,7 +369,7 @@ def test_errors_name_the_setting() -> None:
         build("gla", 5, head_k_dim=4)
     with pytest.raises(ValueError, match="GLAConfig: conv_size must be 0 or a width of at least 2, got 1"):
         make("gla", conv_size=1)
-    with pytest.raises(ValueError, match="source 'hidden_heads' splits hidden_size 32 over 3 heads"):
+    with pytest.raises(ValueError, match="source 'hidden_heads' needs a hidden_size that num_heads 3 divides, got 32"):
         build("gla", 3, head_k_dim=4, head_v_dim=4, head_gate=HeadGateConfig(source="hidden_heads"))
     retnet, x = make("retnet"), hidden(1, 3)
     state = retnet(x, return_state=True, positions=torch.arange(3)[None]).state
