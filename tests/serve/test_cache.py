@@ -86,7 +86,7 @@ def test_a_match_leaves_a_token_to_read_and_tells_where_texts_branch() -> None:
     assert node is not None
     assert (node.depth, common) == (2, 2)
     assert cache.match(text("axy")) == (None, 1)
-    with pytest.raises(ValueError, match="tokens must be whole chunks of 4, got 3"):
+    with pytest.raises(ValueError, match="tokens must be whole chunks of 4 tokens, got 3 tokens"):
         cache.put(text("a")[:3], states(0))
 
 
