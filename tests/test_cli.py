@@ -128,7 +128,12 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="asks the system what has been imported")
 @pytest.mark.parametrize("module", ["headmax", "headmax_cli"])
 def test_an_interruption_while_it_imports_is_no_traceback(module: str) -> None:
-    process = subprocess.Popen([sys.executable, "-m", module, "env"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    def heed() -> None:
+        """A shell's background jobs ignore SIGINT, and so do their children."""
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    command = [sys.executable, "-m", module, "env"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
     while process.poll() is None and "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)

@@ -248,18 +248,18 @@ def test_packing_of_short_sequences_uses_short_chunks() -> None:
 
 def test_a_packing_is_built_once_for_a_tensor_until_it_changes_or_goes() -> None:
     bounds, cpu = torch.tensor([0, 2, 5]), torch.device("cpu")
-    packing = Packing.of(bounds, cpu)
-    assert Packing.of(bounds, cpu) is packing
-    assert Packing.of(bounds.clone(), cpu) is not packing
+    packing = Packing.of(bounds, cpu, 5)
+    assert Packing.of(bounds, cpu, 5) is packing
+    assert Packing.of(bounds.clone(), cpu, 5) is not packing
     bounds[1] = 3
     assert packing.cu_seqlens.tolist() == [0, 2, 5]
-    assert Packing.of(bounds, cpu).cu_seqlens.tolist() == [0, 3, 5]
-    kept = weakref.ref(Packing.of(bounds, cpu))
+    assert Packing.of(bounds, cpu, 5).cu_seqlens.tolist() == [0, 3, 5]
+    kept = weakref.ref(Packing.of(bounds, cpu, 5))
     del bounds
     gc.collect()
     assert kept() is None
     with torch.inference_mode():
         bounds = torch.tensor([0, 2, 5])
-        Packing.of(bounds, cpu)
+        Packing.of(bounds, cpu, 5)
         bounds[1] = 3
-        assert Packing.of(bounds, cpu).cu_seqlens.tolist() == [0, 3, 5]
+        assert Packing.of(bounds, cpu, 5).cu_seqlens.tolist() == [0, 3, 5]
