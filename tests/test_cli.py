@@ -128,12 +128,10 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="asks the system what has been imported")
 @pytest.mark.parametrize("module", ["headmax", "headmax_cli"])
 def test_an_interruption_while_it_imports_is_no_traceback(module: str) -> None:
-    def heed() -> None:
-        """A shell's background jobs ignore SIGINT, and so do their children."""
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-    command = [sys.executable, "-m", module, "env"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
+    # a shell's background jobs ignore SIGINT, and so would their children
+    start = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.executable, sys.argv[1:])"
+    command = [sys.executable, "-c", start, sys.executable, "-m", module, "env"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while process.poll() is None and "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
